@@ -1,0 +1,135 @@
+"""The only file that calls torch.distributed; every function is a no-op on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+# Gathered objects travel in a packet of this many bytes; longer ones need a second round.
+_PACKET = 4096
+_HEADER = 8
+
+
+def is_initialized() -> bool:
+    """Return whether this process takes part in a process group."""
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 when there is no process group."""
+    return torch_dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 when there is no process group."""
+    return torch_dist.get_world_size() if is_initialized() else 1
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those of its machine, 0 without a process group."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if is_initialized() else 0
+
+
+@contextmanager
+def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> Iterator[None]:
+    """Hold a process group open: nccl for CUDA, gloo for CPU, none at all for one process.
+
+    The rendezvous is taken from the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE).
+    The group is destroyed whatever happens: a process that leaves with a broken gloo group
+    aborts with signal 6 and hides its own exit code.
+
+    Args:
+        device: The device of this rank; it must be the current device already.
+        num_ranks: The number of processes that will join.
+        timeout: Seconds after which a collective gives up.
+    """
+    if num_ranks == 1 or is_initialized():
+        yield
+        return
+    on_cuda = device.type == "cuda"
+    torch_dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        device_id=device if on_cuda else None,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        yield
+    except BaseException:
+        # Destroying an nccl group waits for collectives that the other ranks will never join;
+        # the process is about to end anyway.
+        if not on_cuda:
+            torch_dist.destroy_process_group()
+        raise
+    torch_dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank has arrived."""
+    if world_size() > 1:
+        torch_dist.barrier()
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    """Overwrite the tensors, in place, by those of rank `source`."""
+    if world_size() == 1:
+        return
+    works = [torch_dist.broadcast(tensor, source, async_op=True) for tensor in tensors]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks, in rank order, on every rank.
+
+    Args:
+        value: Anything JSON can hold (NaN and infinities included); nothing is ever unpickled.
+    """
+    if world_size() == 1:
+        return [value]
+    return [json.loads(payload) for payload in gather_bytes(json.dumps(value).encode())]
+
+
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Return the byte strings of all ranks, in rank order, on every rank.
+
+    One collective for up to `_PACKET` bytes, a second one for what is longer.
+    """
+    if world_size() == 1:
+        return [payload]
+    header = len(payload).to_bytes(_HEADER, "little")
+    heads = _all_gather(header + payload[:_PACKET], _HEADER + _PACKET)
+    lengths = [int.from_bytes(head[:_HEADER], "little") for head in heads]
+    parts = [head[_HEADER:] for head in heads]
+    if max(lengths) > _PACKET:
+        tails = _all_gather(payload[_PACKET:], max(lengths) - _PACKET)
+        parts = [part + tail for part, tail in zip(parts, tails, strict=True)]
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's value on every rank; JSON-able values only."""
+    return gather_objects(value)[0]
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether `flag` is true on at least one rank."""
+    return any(gather_objects(flag))
+
+
+def _all_gather(content: bytes, room: int) -> list[bytes]:
+    on_cuda = torch_dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    mine = torch.zeros(room, dtype=torch.uint8)
+    if content:
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    theirs = torch.empty(world_size(), room, dtype=torch.uint8, device=device)
+    torch_dist.all_gather(list(theirs.unbind()), mine.to(device))
+    return [bytes(row.tolist()) for row in theirs.cpu()]
