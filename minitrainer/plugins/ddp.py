@@ -1,0 +1,227 @@
+"""DistributedDataParallel around the training step itself.
+
+Pitfall: calling past the wrapper leaves gradients unsynchronised in silence, models that differ
+between ranks hang, `no_sync` in the wrong place reduces too often or never, and buffers drift.
+Fix: DDP wraps a module whose forward *is* the training step, so nobody can call past it; models
+are compared before wrapping; sync is an argument; buffers are made equal where it matters.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from minitrainer import dist
+from minitrainer.errors import ModelMismatchError, SettingError, UnusedParametersError
+from minitrainer.module import Module
+from minitrainer.step import Ask, MicroBatch, StepOutput, WindowTotals, weigh, zero_loss
+
+
+class StepModule(torch.nn.Module):
+    """What DDP wraps: `forward` is one training step, and a message rides in its gradients.
+
+    The ranks must agree at every window border on the window's weight and on stopping.
+    A collective of its own would cost as much as the step of a small model; a few numbers in the
+    gradient bucket cost nothing measurable. So there is one more parameter, outside of the user's
+    module and of every optimizer, whose gradient is set to the numbers.
+    """
+
+    def __init__(self, module: Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.ride = torch.nn.Parameter(torch.zeros(len(WindowTotals._fields), device=device))
+
+    def forward(self, micro_batch: MicroBatch, ask: Ask) -> StepOutput:
+        """Run the user's `training_step`; a rank without a loss takes part with a zero one."""
+        output = StepOutput(None, 0.0, None)
+        if not micro_batch.dry:
+            output = weigh(
+                self.module.training_step(micro_batch.batch, micro_batch.batch_idx), micro_batch
+            )
+        loss = zero_loss(self.module.parameters()) if output.loss is None else output.loss
+        message = (output.weight, float(micro_batch.samples), ask.stop)
+        loss = _Ride.apply(loss, self.ride, message)
+        return StepOutput(loss, output.weight, output.outputs)
+
+
+class _Ride(torch.autograd.Function):
+    """Pass the loss through, and give the ride parameter the message as its gradient.
+
+    The message does not depend on the gradient of the loss, so no loss scale touches it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, ride: torch.Tensor, message: Any) -> torch.Tensor:
+        ctx.message = message
+        ctx.like = ride
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grads[0], ctx.like.new_tensor(ctx.message), None
+
+
+class DDPStrategy:
+    """Data parallelism: each rank holds the whole model and a part of each global batch.
+
+    Args:
+        timeout: Seconds after which a collective gives up.
+        find_unused_parameters: Allow parameters that get no gradient in a step; costs a walk
+            through the graph in every step.
+        bucket_cap_mb: Size of a gradient bucket in MiB; None is torch's default.
+
+    Raises:
+        SettingError: A number that is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 1800.0,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        for name, value in (("timeout", timeout), ("bucket_cap_mb", bucket_cap_mb)):
+            if value is not None and not value > 0:
+                raise SettingError(f"DDPStrategy got {name}={value}.", fix="It must be above 0.")
+        self.timeout = timeout
+        self._find_unused = find_unused_parameters
+        self._bucket_cap_mb = bucket_cap_mb
+
+    def setup(self, module: torch.nn.Module, device: torch.device) -> None:
+        """Compare the ranks' models, make them equal to rank 0's and wrap.
+
+        Raises:
+            ModelMismatchError: Names, shapes or types differ between ranks.
+        """
+        self._module = cast(Module, module.to(device))
+        self._step = StepModule(self._module, device)
+        self._world_size = dist.world_size()
+        self._checked = False
+        check_same_model(self._module)
+        self._wrapped: torch.nn.Module = self._step
+        if self._world_size > 1:
+            # `forward_sync_buffers=False`: buffers are made equal here, before validation and
+            # before saving, and not at the cost of a broadcast in every step.
+            self._wrapped = DistributedDataParallel(
+                self._step,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                forward_sync_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self._find_unused,
+                bucket_cap_mb=self._bucket_cap_mb,
+            )
+
+    def training_step(self, micro_batch: MicroBatch, ask: Ask) -> StepOutput:
+        """Run the training step through DDP; its backward reduces gradients where `sync` is set.
+
+        Raises:
+            UnusedParametersError: Parameters got no gradient in the step before.
+        """
+        # Whether to reduce is read by DDP in the forward; backward needs no context of its own.
+        if not micro_batch.sync and self._world_size > 1:
+            with cast(DistributedDataParallel, self._wrapped).no_sync():
+                return cast(StepOutput, self._wrapped(micro_batch, ask))
+        try:
+            return cast(StepOutput, self._wrapped(micro_batch, ask))
+        except RuntimeError as error:
+            unused = self._named_in(error)
+            if not unused:
+                raise
+            raise _unused_error(unused) from error
+
+    def agree(self, local: WindowTotals) -> WindowTotals:
+        """Return the totals that came with the gradients.
+
+        Raises:
+            UnusedParametersError: In the first window, a parameter got no gradient.
+        """
+        if self._world_size == 1:
+            self._step.ride.grad = None
+            return local
+        if not self._checked:
+            self._check_gradients()
+        assert self._step.ride.grad is not None
+        # DDP has averaged; float32 holds whole numbers up to 16,777,216 without loss.
+        totals = (self._step.ride.grad.double() * self._world_size).tolist()
+        self._step.ride.grad = None
+        return WindowTotals(*[_nearest(total) for total in totals])
+
+    def sync_buffers(self) -> None:
+        """Overwrite the buffers by rank 0's, the ones a checkpoint holds."""
+        dist.broadcast_tensors(list(self._module.buffers()))
+
+    def teardown(self) -> None:
+        """Let go of the wrapper and its buckets; the module stays usable."""
+        for parameter in self._module.parameters():
+            # Gradients are views into DDP's buckets and would keep them alive.
+            parameter.grad = None
+        del self._wrapped, self._step, self._module
+
+    def _check_gradients(self) -> None:
+        self._checked = True
+        if self._find_unused:
+            return
+        without = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if without:
+            raise _unused_error(without)
+
+    def _named_in(self, error: RuntimeError) -> list[str]:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            return []
+        names = [name for name, p in self._step.named_parameters() if p.requires_grad]
+        return [names[int(index)].removeprefix("module.") for index in found[1].split()]
+
+
+def check_same_model(module: torch.nn.Module) -> None:
+    """Compare names, shapes, types and `requires_grad` of all tensors over the ranks.
+
+    Raises:
+        ModelMismatchError: They differ; the first tensor that does is named.
+    """
+    mine = [
+        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    for rank, theirs in enumerate(dist.gather_objects(mine)):
+        if theirs == mine:
+            continue
+        for here, there in zip([*mine, None], [*theirs, None], strict=False):
+            if here != there:
+                raise ModelMismatchError(
+                    f"Rank {dist.rank()} has {_describe(here)} where rank {rank} has "
+                    f"{_describe(there)}.",
+                    "DDP needs the same model on all ranks.",
+                    "Do not let the model depend on the rank or on unseeded randomness.",
+                )
+
+
+def _describe(entry: list[Any] | None) -> str:
+    if entry is None:
+        return "no further tensor"
+    name, shape, dtype, requires_grad = entry
+    return f"{name} {tuple(shape)} {dtype}{'' if requires_grad else ' (no gradient)'}"
+
+
+def _unused_error(names: list[str]) -> UnusedParametersError:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return UnusedParametersError(
+        f"{len(names)} parameters got no gradient: {shown}.",
+        "DDP waits for the gradient of every parameter.",
+        "Freeze them (requires_grad_(False)), use them in the loss, or give the strategy "
+        "find_unused_parameters=True.",
+    )
+
+
+def _nearest(total: float) -> float:
+    """Return the whole number that averaging over ranks may have rounded off, if there is one."""
+    whole = round(total)
+    return float(whole) if abs(total - whole) <= 1e-6 * max(1.0, abs(total)) else total

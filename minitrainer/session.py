@@ -1,0 +1,291 @@
+"""What surrounds the loop: where it runs, and what callbacks may see and ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitrainer import dist, protocols, storage
+from minitrainer.callback import Callback
+from minitrainer.errors import CheckpointNotFoundError, LogError, MinitrainerError, error_class
+from minitrainer.evaluation import Stage
+from minitrainer.launch import Environment, Interrupted, check_devices, run_on_local_ranks
+from minitrainer.metrics import Flushed
+from minitrainer.module import Module
+from minitrainer.run import FitRun, Progress, Run, Sources
+from minitrainer.setup import Parts, evaluating, fitting
+from minitrainer.snapshot import callback_states, capture, load_callback_states
+
+
+class Session:
+    """The part of the trainer that is not the loop; it satisfies `protocols.TrainerView`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._progress = Progress()
+        self._run: Run | None = None
+        self._fit_run: FitRun | None = None
+        self._stopping = False
+        self.should_stop = False
+        self.recipe: dict[str, Any] | None = None
+        """The resolved recipe, plain values; written into the run directory and checkpoints."""
+
+    # What callbacks see ------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps really taken."""
+        return self._progress.state.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, from 0; in the hooks of its end still this one."""
+        ended = self._fit_run is not None and self._fit_run.at_epoch_end
+        return self._progress.state.epoch - int(ended)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit in epochs."""
+        return self._settings.max_epochs
+
+    @property
+    def min_epochs(self) -> int:
+        """Epochs before a callback may stop the run."""
+        return self._settings.min_epochs
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, known before the first; None if nothing limits them."""
+        return self._progress.total_steps
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Optimizer steps between two rows of step metrics."""
+        return self._settings.log_every_n_steps
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Micro-batches of an epoch on one rank; None when unknown."""
+        return self._progress.num_training_batches
+
+    @property
+    def num_evaluation_batches(self) -> int | None:
+        """Batches of this rank in the evaluation that runs; None when unknown."""
+        return self._progress.num_evaluation_batches
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return dist.rank() if self._run is None else self._run.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the run."""
+        return dist.world_size() if self._run is None else self._run.environment.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Directory of the run, absolute; None if nothing is written."""
+        return self._progress.run_dir
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the run that is on."""
+        return self._progress.optimizers
+
+    @property
+    def callback_metrics(self) -> Mapping[str, float]:
+        """Newest value of each metric, reduced over ranks."""
+        return {name: value for name, (value, _) in self._progress.metrics.values.items()}
+
+    @property
+    def progress_metrics(self) -> Mapping[str, float]:
+        """Newest values for the progress bar, of this rank; reads the device."""
+        shown = dict(self._progress.metrics.in_progress_bar)
+        if self._fit_run is not None:
+            shown.update(self._fit_run.train_metrics.progress())
+        return shown
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        """The callbacks, the added ones included."""
+        return self._parts.callbacks
+
+    @property
+    def checkpoint_io(self) -> protocols.CheckpointIO:
+        """Where checkpoints are kept."""
+        return self._parts.checkpoint_io
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add values to the row of the present global_step."""
+        if self._fit_run is not None:
+            self._fit_run.rows.add(self.global_step, metrics)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Save a checkpoint; call it on all ranks. Inside a window it happens at its end.
+
+        Raises:
+            CheckpointWriteError: Rank 0 could not write it; raised on all ranks.
+        """
+        run = self._fit_run
+        if run is None:
+            raise LogError("save_checkpoint was called outside of fit.", "There is no run to save.")
+        if run.in_window:
+            run.deferred_saves.append(Path(path))
+            return
+        checkpoint = capture(
+            run,
+            self._progress.state,
+            self._progress.metrics,
+            seed=self._settings.seed,
+            recipe=self.recipe,
+        )
+        failure: list[str] | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save(checkpoint, Path(path))
+            except MinitrainerError as error:
+                failure = [error.code, error.what, error.why, error.fix]
+        failure = dist.broadcast_object(failure)
+        if failure is not None:
+            code, *sentences = failure
+            raise error_class(code)(*sentences)
+
+    # What the loop asks ------------------------------------------------------------------------
+
+    def _is_done(self) -> bool:
+        state, settings = self._progress.state, self._settings
+        return (
+            self._stopping
+            or (settings.max_epochs is not None and state.epoch >= settings.max_epochs)
+            or (settings.max_steps is not None and state.global_step >= settings.max_steps)
+        )
+
+    def _wants_to_stop(self, run: Run) -> bool:
+        if run.signals.received is not None:
+            return True
+        return self.should_stop and self._progress.state.epoch >= self._settings.min_epochs
+
+    def _agree_to_stop(self, run: Run) -> None:
+        """Stop at once if a rank wants to; only where ranks communicate anyway."""
+        self._stopping = self._stopping or dist.any_rank(self._wants_to_stop(run))
+
+    def _record(
+        self, run: Run, flushed: list[Flushed], *, grad_norm: torch.Tensor | None = None
+    ) -> None:
+        """Take reduced metrics: for callbacks, the progress bar and the row of this step."""
+        row = self._progress.metrics.update(flushed)
+        if isinstance(run, FitRun):
+            if grad_norm is not None:
+                row["grad_norm"] = float(grad_norm)
+            if row:
+                run.rows.add(self.global_step, {"epoch": self.current_epoch, **row})
+
+    def _in_order(self, kept: list[tuple[int, Any]]) -> list[Any]:
+        """Return the outputs of all ranks in the order of the loader, on every rank."""
+        if self.world_size == 1:
+            return [output for _, output in kept]
+        gathered = [storage.loads(part) for part in dist.gather_bytes(storage.dumps(kept))]
+        return [output for _, output in sorted(sum(gathered, []), key=lambda pair: pair[0])]
+
+    # Where it runs -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _fitting(
+        self, module: Module, sources: Sources, ckpt_path: Path | None
+    ) -> Iterator[FitRun]:
+        progress = self._restarted()
+        with fitting(
+            self._parts, progress, self, module, sources, ckpt_path, self.recipe
+        ) as run:
+            self._run = self._fit_run = run
+            try:
+                yield run
+            finally:
+                self._run = self._fit_run = None
+
+    @contextmanager
+    def _evaluating(
+        self, stage: Stage, module: Module, sources: Sources, ckpt_path: Path | None
+    ) -> Iterator[Run]:
+        progress = self._restarted()
+        with evaluating(self._parts, progress, self, stage, module, sources, ckpt_path) as run:
+            self._run = run
+            try:
+                yield run
+            finally:
+                self._run = None
+
+    def _restarted(self) -> Progress:
+        self._progress = Progress()
+        self._stopping = self.should_stop = False
+        return self._progress
+
+    def _checkpoint_path(self, path: str | Path | None) -> Path | None:
+        if path is None:
+            return None
+        path = Path(path)
+        if not self.checkpoint_io.exists(path):
+            self.checkpoint_io.load(path)  # raises the error that says what is there instead
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+        return path.absolute()
+
+    def _starts_ranks(self) -> bool:
+        environment = Environment.detect()
+        ranks = check_devices(self._parts.accelerator, self._parts.devices, environment)
+        return environment.launcher == "none" and ranks > 1
+
+    def _on_local_ranks(self, module: Module, entry: Callable[[], Any]) -> Any:
+        """Run the entry on local ranks, and take over what rank 0 has got."""
+
+        def on_rank() -> dict[str, Any]:
+            try:
+                return self._report(module, entry())
+            except Interrupted as interrupted:
+                interrupted.result = self._report(module, None)
+                raise
+
+        ranks = check_devices(
+            self._parts.accelerator, self._parts.devices, Environment.detect()
+        )
+        try:
+            report = run_on_local_ranks(on_rank, ranks)
+        except Interrupted as interrupted:
+            if interrupted.result is not None:
+                self._adopt(module, interrupted.result)
+            raise
+        return self._adopt(module, report)
+
+    def _report(self, module: Module, returned: Any) -> dict[str, Any]:
+        progress = self._progress
+        return {
+            "returned": returned,
+            "state_dict": module.state_dict(),
+            "counters": progress.state.state_dict(),
+            "metrics": {name: list(entry) for name, entry in progress.metrics.values.items()},
+            "callbacks": callback_states(self._parts.callbacks),
+            "run_dir": None if progress.run_dir is None else str(progress.run_dir),
+            "total_steps": progress.total_steps,
+            "num_training_batches": progress.num_training_batches,
+        }
+
+    def _adopt(self, module: Module, report: dict[str, Any]) -> Any:
+        progress = self._restarted()
+        module.load_state_dict(report["state_dict"])
+        progress.state.load_state_dict(report["counters"])
+        progress.metrics.values = {name: tuple(e) for name, e in report["metrics"].items()}
+        load_callback_states(self._parts.callbacks, report["callbacks"])
+        progress.run_dir = None if report["run_dir"] is None else Path(report["run_dir"])
+        progress.total_steps = report["total_steps"]
+        progress.num_training_batches = report["num_training_batches"]
+        return report["returned"]
