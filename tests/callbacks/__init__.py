@@ -1,0 +1,1 @@
+"""Tests of the callbacks, with a fake of what they see of the trainer."""
