@@ -1,0 +1,1 @@
+"""Tests of the order of samples, the shares of the ranks, seeds and batches."""
