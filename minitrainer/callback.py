@@ -136,9 +136,7 @@ class Callback:
     def on_predict_end(self, trainer: TrainerView, module: Module) -> None:
         """Run after the last batch of a prediction."""
 
-    def on_exception(
-        self, trainer: TrainerView, module: Module, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: TrainerView, module: Module, exception: BaseException) -> None:
         """Run on the rank that raised, before its process ends; no collectives here."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,12 +63,14 @@ class Accumulated:
         self._folded = None
         self.window = window
 
-    def latest(self) -> float:
-        """Return the newest value; reads the device."""
+    def latest(self) -> float | None:
+        """Return the newest value, None if there is none; reads the device."""
         if self._values:
             return float(self._values[-1])
         total, weight = self.totals()
-        return total / weight if self._reduce == "mean" and weight else total
+        if weight == 0:
+            return None
+        return total / weight if self._reduce == "mean" else total
 
     def totals(self) -> tuple[float, float]:
         """Return (reduced value, weight); reads the device. For a mean the value is a sum."""
@@ -181,9 +183,7 @@ class MetricStore:
     def flush_epoch(self) -> list[Flushed]:
         """Reduce what was logged since the last flush of the epoch; collective."""
         chosen = {
-            name: metric.epoch
-            for name, metric in self._metrics.items()
-            if metric.epoch is not None
+            name: metric.epoch for name, metric in self._metrics.items() if metric.epoch is not None
         }
         flushed = self._flush(chosen, "_epoch")
         for accumulated in chosen.values():
@@ -196,7 +196,9 @@ class MetricStore:
         for name, metric in self._metrics.items():
             accumulated = metric.step if metric.step is not None else metric.epoch
             if metric.prog_bar and accumulated is not None:
-                shown[name] = accumulated.latest()
+                value = accumulated.latest()
+                if value is not None:
+                    shown[name] = value
         return shown
 
     def _new_metric(self, name: str, options: tuple[Any, ...]) -> _Metric:

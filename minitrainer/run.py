@@ -152,5 +152,3 @@ def planned_steps(
         for epoch in range(settings.max_epochs or 0)
     )
     return total_steps(settings, per_epoch)
-
-

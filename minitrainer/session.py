@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,8 @@ class Session:
         if run.in_window:
             run.deferred_saves.append(Path(path))
             return
+        # The row of this step first: a process killed after the save goes on behind it.
+        run.rows.flush()
         checkpoint = capture(
             run,
             self._progress.state,
@@ -195,8 +199,9 @@ class Session:
         """Return the outputs of all ranks in the order of the loader, on every rank."""
         if self.world_size == 1:
             return [output for _, output in kept]
-        gathered = [storage.loads(part) for part in dist.gather_bytes(storage.dumps(kept))]
-        return [output for _, output in sorted(sum(gathered, []), key=lambda pair: pair[0])]
+        parts = [storage.loads(part) for part in dist.gather_bytes(storage.dumps(kept))]
+        by_index = sorted(chain.from_iterable(parts), key=itemgetter(0))
+        return [output for _, output in by_index]
 
     # Where it runs -----------------------------------------------------------------------------
 
@@ -206,7 +211,13 @@ class Session:
     ) -> Iterator[FitRun]:
         progress = self._restarted()
         with fitting(
-            self._parts, progress, self, module, sources, ckpt_path, self.recipe
+            self._parts,
+            progress,
+            self,
+            module=module,
+            sources=sources,
+            ckpt_path=ckpt_path,
+            recipe=self.recipe,
         ) as run:
             self._run = self._fit_run = run
             try:
@@ -219,7 +230,15 @@ class Session:
         self, stage: Stage, module: Module, sources: Sources, ckpt_path: Path | None
     ) -> Iterator[Run]:
         progress = self._restarted()
-        with evaluating(self._parts, progress, self, stage, module, sources, ckpt_path) as run:
+        with evaluating(
+            self._parts,
+            progress,
+            self,
+            stage=stage,
+            module=module,
+            sources=sources,
+            ckpt_path=ckpt_path,
+        ) as run:
             self._run = run
             try:
                 yield run
@@ -255,9 +274,7 @@ class Session:
                 interrupted.result = self._report(module, None)
                 raise
 
-        ranks = check_devices(
-            self._parts.accelerator, self._parts.devices, Environment.detect()
-        )
+        ranks = check_devices(self._parts.accelerator, self._parts.devices, Environment.detect())
         try:
             report = run_on_local_ranks(on_rank, ranks)
         except Interrupted as interrupted:

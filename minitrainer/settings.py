@@ -114,8 +114,8 @@ class ValidationClock:
                 raise SettingError(
                     f"val_check_interval={interval} is longer than the epoch of {windows} steps.",
                     "A validation would not take place in every epoch.",
-                    "Use a smaller number, or check_val_every_n_epoch=None to count on through "
-                    "the epochs.",
+                    "Use a smaller number, or check_val_every_n_epoch=None (null in a recipe) to "
+                    "count on through the epochs.",
                 )
         elif interval != 1.0:
             if windows is None:

@@ -1,8 +1,8 @@
-"""How a run is set up and taken down, in this order:
+"""How a run is set up and taken down.
 
-threads and device -> process group -> signals -> data (seeded alike on all ranks) -> weights of
-the checkpoint -> move to the device -> wrap -> optimizers -> rest of the checkpoint -> run
-directory and loggers -> random numbers of this rank.
+In this order: threads and device -> process group -> signals -> data (seeded alike on all ranks)
+-> weights of the checkpoint -> move to the device -> wrap -> optimizers -> rest of the checkpoint
+-> run directory and loggers -> random numbers of this rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from minitrainer import dist, protocols
 from minitrainer.callback import Callback
@@ -69,6 +67,7 @@ def fitting(
     parts: Parts,
     progress: Progress,
     view: protocols.TrainerView,
+    *,
     module: Module,
     sources: Sources,
     ckpt_path: Path | None,
@@ -86,6 +85,8 @@ def fitting(
         clock = ValidationClock(settings, windows)
         progress.total_steps = planned_steps(settings, parts.accumulator, data.num_batches)
         progress.num_training_batches = data.num_batches
+        if evaluation is not None:
+            progress.num_evaluation_batches = evaluation.num_batches
         checkpoint = None if ckpt_path is None else parts.checkpoint_io.load(ckpt_path)
         if checkpoint is not None:
             load_weights(module, checkpoint)
@@ -139,6 +140,7 @@ def evaluating(
     parts: Parts,
     progress: Progress,
     view: protocols.TrainerView,
+    *,
     stage: Stage,
     module: Module,
     sources: Sources,
@@ -189,9 +191,7 @@ def _rank(parts: Parts, view: protocols.TrainerView, module: Module) -> Iterator
     hooks = Hooks(parts.callbacks)
     with (
         environment.export(),
-        dist.process_group(
-            device, num_ranks=environment.world_size, timeout=strategy.timeout
-        ),
+        dist.process_group(device, num_ranks=environment.world_size, timeout=strategy.timeout),
         StopSignals() as signals,
     ):
         module._trainer = view
@@ -255,9 +255,7 @@ def _started(
             logger.finish()
 
 
-def _training_data(
-    loaders: Sources, settings: Settings, environment: Environment
-) -> TrainingData:
+def _training_data(loaders: Sources, settings: Settings, environment: Environment) -> TrainingData:
     if loaders.train is None:
         raise _no_loader("training")
     return TrainingData(

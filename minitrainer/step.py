@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +53,7 @@ class WindowTotals(NamedTuple):
     stop: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one window did; scheduler, counters, log and callbacks all read this one.
 
     `taken` is false when AMP skipped the step or when the window had no weight at all (`empty`).

@@ -225,7 +225,7 @@ class Trainer(Session):
             if data.num_batches is None and result.totals.samples == 0:
                 break  # every rank has run dry
             ended = window.is_last
-            if run.clock.is_due(
+            if run.evaluation_data is not None and run.clock.is_due(
                 epoch=epoch,
                 window_idx=state.window_idx,
                 global_step=state.global_step,
@@ -327,7 +327,9 @@ class Trainer(Session):
         self._record(run, run.train_metrics.flush_epoch())
         self._progress.state.start_next_epoch()
         run.at_epoch_end = True
-        run.optimization.step_schedulers("epoch", self._progress.state.epoch, self._progress.metrics.values)
+        run.optimization.step_schedulers(
+            "epoch", self._progress.state.epoch, self._progress.metrics.values
+        )
         for callback in run.hooks.train_epoch_end:
             callback.on_train_epoch_end(self, run.module)
         self._agree_to_stop(run)
@@ -347,9 +349,7 @@ class Trainer(Session):
         for path in deferred:
             self.save_checkpoint(path)
         for callback in run.hooks.save_point:
-            callback.on_save_point(
-                self, run.module, epoch_end=epoch_end, validated=run.validated
-            )
+            callback.on_save_point(self, run.module, epoch_end=epoch_end, validated=run.validated)
         run.validated = False
 
     # Evaluation --------------------------------------------------------------------------------

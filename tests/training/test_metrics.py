@@ -115,9 +115,7 @@ def test_no_graph_and_no_tensor_is_kept() -> None:
             return loss
 
     def look(trainer: Any, module: Any, result: Any) -> None:
-        alive.append(
-            max(sum(ref() is not None for ref in refs) for refs in (losses, activations))
-        )
+        alive.append(max(sum(ref() is not None for ref in refs) for refs in (losses, activations)))
         if trainer.global_step in (64, 192):
             gc.collect()
             objects = gc.get_objects()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import minitrainer as mt
+from minitrainer.cli import main
 from minitrainer.errors import ModelMismatchError, UnusedParametersError
 from tests.ranks import run_ranks
 from tests.toys import Each, Idx, Lin, Values, loader, quiet
@@ -53,9 +55,7 @@ def test_buffers_are_equal_before_validation_and_saving() -> None:
     assert first == pytest.approx(0.15)
     assert second == first
     assert same == metric
-    alone = quiet().validate(
-        Normed.load_from_checkpoint("a.ckpt"), loader([1.0, 2.0, 5.0])
-    )
+    alone = quiet().validate(Normed.load_from_checkpoint("a.ckpt"), loader([1.0, 2.0, 5.0]))
     assert alone["out"] == pytest.approx(metric, abs=1e-7)
 
 
@@ -243,3 +243,26 @@ def test_dropout_differs_between_ranks_and_initial_weights_do_not() -> None:
     (noise_0, w_0), (noise_1, w_1) = run_ranks(rank)
     assert noise_0 != noise_1
     assert w_0 == w_1
+
+
+def test_digits_end_with_the_same_weights_in_any_layout() -> None:
+    """The first recipe without batch norm, global batch 64: devices=2 and accumulate=2."""
+    recipe = Path(__file__).parents[2] / "recipes" / "digits.yaml"
+
+    def fit(batch_size: int, *settings: str) -> dict[str, torch.Tensor]:
+        common = ["module.norm=false", "trainer.max_epochs=2"]
+        overrides = [*common, f"data.batch_size={batch_size}", *settings]
+        assert main(["fit", str(recipe), f"trainer.run_dir=run{len(settings)}", *overrides]) == 0
+        saved = torch.load(f"run{len(settings)}/checkpoints/last.ckpt", weights_only=True)
+        assert saved["metrics"]["val_acc"][0] * 297 == pytest.approx(
+            round(saved["metrics"]["val_acc"][0] * 297), abs=1e-9
+        )
+        weights: dict[str, torch.Tensor] = saved["state_dict"]
+        return weights
+
+    alone = fit(64)
+    accumulated = fit(32, "trainer.accumulate=2")
+    shared = fit(32, "trainer.devices=2", "trainer.accelerator=cpu")
+    for name, weight in alone.items():
+        torch.testing.assert_close(accumulated[name], weight, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(shared[name], weight, atol=2e-4, rtol=2e-4)

@@ -43,9 +43,7 @@ class SaveAfterEpoch(mt.Callback):
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
 
-    def on_save_point(
-        self, trainer: Any, module: Any, *, epoch_end: bool, validated: bool
-    ) -> None:
+    def on_save_point(self, trainer: Any, module: Any, *, epoch_end: bool, validated: bool) -> None:
         if epoch_end and trainer.current_epoch + 1 == self.epochs:
             trainer.save_checkpoint("a.ckpt")
 
@@ -150,7 +148,9 @@ def test_total_steps_are_the_same_after_a_resume() -> None:
 
 
 def test_frequency() -> None:
-    module = Scheduled(lambda m, o: lr_scheduler.ExponentialLR(o, 0.5), interval="step", frequency=2)
+    module = Scheduled(
+        lambda m, o: lr_scheduler.ExponentialLR(o, 0.5), interval="step", frequency=2
+    )
     quiet().fit(module, loader([1.0] * 5))
     assert module.lrs == [1.0, 1.0, 0.5, 0.5, 0.25]
 
