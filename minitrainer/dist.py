@@ -17,6 +17,16 @@ _PACKET = 4096
 _HEADER = 8
 
 
+class _Here:
+    """The store of the present group, and how many groups this process has had."""
+
+    store: torch_dist.Store | None = None
+    groups = 0
+
+
+_here = _Here()
+
+
 def is_initialized() -> bool:
     """Return whether this process takes part in a process group."""
     return torch_dist.is_available() and torch_dist.is_initialized()
@@ -54,11 +64,20 @@ def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> It
         yield
         return
     on_cuda = device.type == "cuda"
+    limit = timedelta(seconds=timeout)
+    store, rank_here, size = next(torch_dist.rendezvous("env://", timeout=limit))
+    # Under torchrun the store outlives the group: a second group must not read the first one's
+    # addresses. All ranks count alike.
+    _here.groups += 1
     torch_dist.init_process_group(
         "nccl" if on_cuda else "gloo",
+        store=torch_dist.PrefixStore(f"group{_here.groups}", store),
+        rank=rank_here,
+        world_size=size,
         device_id=device if on_cuda else None,
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
     )
+    _here.store = torch_dist.PrefixStore(f"said{_here.groups}", store)
     try:
         yield
     except BaseException:
@@ -67,7 +86,20 @@ def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> It
         if not on_cuda:
             torch_dist.destroy_process_group()
         raise
+    finally:
+        _here.store = None
     torch_dist.destroy_process_group()
+
+
+def first_to_say(text: str) -> bool:
+    """Return whether no rank has asked for this text before; costs a round trip to the store."""
+    if _here.store is None:
+        return True
+    try:
+        return bool(_here.store.add(text, 1) == 1)
+    except RuntimeError:
+        # The rank that holds the store is gone: better said twice than not at all.
+        return True
 
 
 def barrier() -> None:

@@ -83,12 +83,12 @@ class Session:
     @property
     def global_rank(self) -> int:
         """Rank of this process."""
-        return dist.rank() if self._run is None else self._run.environment.rank
+        return self._environment.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes of the run."""
-        return dist.world_size() if self._run is None else self._run.environment.world_size
+        return self._environment.world_size
 
     @property
     def is_global_zero(self) -> bool:
@@ -164,6 +164,11 @@ class Session:
         if failure is not None:
             code, *sentences = failure
             raise error_class(code)(*sentences)
+
+    @property
+    def _environment(self) -> Environment:
+        # Between runs too, and in configure_optimizers: `if trainer.is_global_zero` after fit.
+        return Environment.detect() if self._run is None else self._run.environment
 
     # What the loop asks ------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from minitrainer.evaluation import VALIDATION, Stage
 from minitrainer.hooks import Hooks
 from minitrainer.launch import Environment, StopSignals, pick_device, set_threads
 from minitrainer.ledger import log_ledger
-from minitrainer.logs import configure_logging
+from minitrainer.logs import rank_logging
 from minitrainer.metrics import MetricStore
 from minitrainer.module import Module
 from minitrainer.optimization import configure
@@ -187,11 +187,11 @@ def _rank(parts: Parts, view: protocols.TrainerView, module: Module) -> Iterator
     strategy = parts.strategy
     if strategy is None:
         strategy = DDPStrategy() if environment.world_size > 1 else SingleStrategy()
-    configure_logging(environment.rank, environment.world_size)
     hooks = Hooks(parts.callbacks)
     with (
         environment.export(),
         dist.process_group(device, num_ranks=environment.world_size, timeout=strategy.timeout),
+        rank_logging(environment.rank, environment.world_size, dist.first_to_say),
         StopSignals() as signals,
     ):
         module._trainer = view

@@ -91,14 +91,20 @@ def _fail(error: BaseException, rank: int, num_ranks: int, directory: Path) -> N
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # torch's handler raises for each loader worker that dies.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     error = fork_problem(message=str(error)) or error
     report = failure(error, rank)
     write_report(report, directory)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if report.consequence:
         _wait_for_cause(rank, num_ranks, directory)
-    for worker in multiprocessing.active_children():
-        worker.terminate()
+    # Before this process: a worker whose rank is gone in the middle of a batch complains of it.
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(1.0)
     _flush()
     # Not by way of the interpreter's end: a broken process group aborts there.
     os._exit(1)
