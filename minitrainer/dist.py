@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.rendezvous import rendezvous
 
 # Gathered objects travel in a packet of this many bytes; longer ones need a second round.
 _PACKET = 4096
@@ -20,7 +21,7 @@ _HEADER = 8
 class _Here:
     """The store of the present group, and how many groups this process has had."""
 
-    store: torch_dist.Store | None = None
+    store: Any = None
     groups = 0
 
 
@@ -65,19 +66,19 @@ def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> It
         return
     on_cuda = device.type == "cuda"
     limit = timedelta(seconds=timeout)
-    store, rank_here, size = next(torch_dist.rendezvous("env://", timeout=limit))
+    store, rank_here, size = next(rendezvous("env://", timeout=limit))
     # Under torchrun the store outlives the group: a second group must not read the first one's
     # addresses. All ranks count alike.
     _here.groups += 1
     torch_dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=torch_dist.PrefixStore(f"group{_here.groups}", store),
+        store=_prefixed("group", store),
         rank=rank_here,
         world_size=size,
         device_id=device if on_cuda else None,
         timeout=limit,
     )
-    _here.store = torch_dist.PrefixStore(f"said{_here.groups}", store)
+    _here.store = _prefixed("said", store)
     try:
         yield
     except BaseException:
@@ -154,6 +155,10 @@ def broadcast_object(value: Any) -> Any:
 def any_rank(flag: bool) -> bool:
     """Return whether `flag` is true on at least one rank."""
     return any(gather_objects(flag))
+
+
+def _prefixed(name: str, store: Any) -> Any:
+    return torch_dist.PrefixStore(f"{name}{_here.groups}", store)  # type: ignore[attr-defined]
 
 
 def _all_gather(content: bytes, room: int) -> list[bytes]:
