@@ -122,10 +122,12 @@ class Environment:
 def wished_port(environ: Mapping[str, str]) -> int:
     """Return the port that the user has set for ranks started here, 0 for any free one.
 
+    In a process that is a rank itself, MASTER_PORT belongs to the run it is part of.
+
     Raises:
         PortError: MASTER_PORT is not the number of a port.
     """
-    if not environ.get("MASTER_PORT"):
+    if not environ.get("MASTER_PORT") or "RANK" in environ:
         return 0
     try:
         return _port(environ)

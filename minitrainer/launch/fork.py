@@ -30,7 +30,9 @@ def fork_problem(*, cuda_initialized: bool = False, message: str = "") -> ForkUn
         cuda_initialized: Whether the process to be forked has a CUDA context.
         message: What a forked rank raised.
     """
-    if not cuda_initialized and not any(part in message for part in _POISONED):
+    # A loader worker that uses CUDA is another mistake, with its own message.
+    poisoned = any(part in message for part in _POISONED) and "DataLoader worker" not in message
+    if not cuda_initialized and not poisoned:
         return None
     return ForkUnsafeError(
         "This process has already used CUDA, and local ranks are forked from it.",

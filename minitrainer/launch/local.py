@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from minitrainer.errors import PortError, RankFailedError
 from minitrainer.launch.device import set_threads
 from minitrainer.launch.environment import Environment, wished_port
 from minitrainer.launch.fork import die_with, fork_problem, pause_thread_pools
-from minitrainer.launch.rank import read_result, run_rank
+from minitrainer.launch.rank import flush, read_result, run_rank
 from minitrainer.launch.report import died, first_cause, read_report
 from minitrainer.launch.signals import Interrupted
 from minitrainer.launch.supervisor import Supervisor
@@ -97,32 +96,33 @@ def _start_agent(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     run_id = uuid.uuid4().hex
-    with _agent_kept_quiet(), _variables_kept():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=run_id,
-            rdzv_backend=_BACKEND,
-            rdzv_configs={"rendezvous": _meet_here(run_id, supervisor)},
-            max_restarts=0,
-            monitor_interval=0.03,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            # None: the agent would break off at once; the supervisor has handlers of its own.
-            signals_to_handle="",
-            shutdown_timeout=5,
-        )
+    with _agent_kept_quiet():
+        # LaunchConfig counts GPUs; without the variable that makes CUDA unusable in forks.
+        with _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_ranks,
+                run_id=run_id,
+                rdzv_backend=_BACKEND,
+                rdzv_configs={"rendezvous": _meet_here(run_id, supervisor)},
+                max_restarts=0,
+                monitor_interval=0.03,
+                start_method="fork",
+                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+                # None: the agent would break off at once; the supervisor has its own handlers.
+                signals_to_handle="",
+                shutdown_timeout=5,
+            )
         pause_thread_pools()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                # What is still buffered would be printed by each rank.
-                stream.flush()
-        try:
-            elastic_launch(config, be_rank)()
-        except ChildFailedError as error:
-            rank, failed = error.get_first_failure()
-            return rank, failed.exitcode
+        flush()  # what is still buffered would be printed by each rank
+        # The agent leaves the signals it handles in this variable.
+        with _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
+            try:
+                elastic_launch(config, be_rank)()
+            except ChildFailedError as error:
+                rank, failed = error.get_first_failure()
+                return rank, failed.exitcode
     return None
 
 
@@ -164,10 +164,12 @@ def _meet_here(run_id: str, supervisor: Supervisor) -> Any:
     try:
         rendezvous.next_rendezvous()
     except RuntimeError as error:
+        if not wish:
+            raise
         raise PortError(
             f"The ranks cannot meet on port {wish} of this host: {str(error).splitlines()[0]}",
-            "MASTER_PORT asks for this port." if wish else "",
-            "Unset MASTER_PORT to have a free port chosen." if wish else "",
+            "MASTER_PORT asks for this port.",
+            "Unset MASTER_PORT to have a free port chosen.",
         ) from error
     return rendezvous
 
@@ -181,16 +183,19 @@ def _outcome(
 ) -> Any:
     reports = [report for rank in range(num_ranks) if (report := read_report(directory, rank))]
     failures = [report for report in reports if report.state == "failed" and not report.signal]
-    signals = [*supervisor.signals, *(report.signal for report in reports if report.signal)]
     causes = [report for report in failures if not report.consequence]
+    whole = len(reports) == num_ranks and not failures
+    # A rank may have been told to stop only because another one died.
+    told = [r.signal for r in reports if r.signal and (whole or r.state == "failed")]
+    signals = supervisor.signals or told
     if signals and (supervisor.leave_now or not causes):
         saved = any(report.rank == 0 and report.state != "failed" for report in reports)
         raise Interrupted(Signals(signals[0]), read_result(directory) if saved else None)
-    if len(reports) < num_ranks or failures:
+    if not whole:
         silent: RankFailedError | None = None
         if death is not None and death[0] not in {report.rank for report in failures}:
             silent = died(*death)
-        raise first_cause(failures, silent, supervisor.first_end or time.time())
+        raise first_cause(failures, silent, supervisor.first_end or time.monotonic())
     return read_result(directory)
 
 
@@ -221,17 +226,13 @@ def _agent_kept_quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _variables_kept() -> Iterator[None]:
-    """Put back the variables that the agent sets, or that are set for it."""
-    names = ("TORCHELASTIC_SIGNALS_TO_HANDLE", "PYTORCH_NVML_BASED_CUDA_CHECK")
-    before = {name: os.environ.get(name) for name in names}
-    # LaunchConfig asks for the number of GPUs; without this, that makes CUDA unusable in forks.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -49,7 +49,7 @@ def run_rank(fn: Callable[[], Any], rank: int, num_ranks: int, directory: Path) 
     except BaseException as error:  # noqa: BLE001 - this is the end of the process, whatever it is
         _fail(error, rank, num_ranks, directory)
     write_report(report, directory)
-    _flush()
+    flush()
     # The agent ends a rank that waits for a failed one by SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -105,7 +105,7 @@ def _fail(error: BaseException, rank: int, num_ranks: int, directory: Path) -> N
         worker.kill()
     for worker in workers:
         worker.join(1.0)
-    _flush()
+    flush()
     # Not by way of the interpreter's end: a broken process group aborts there.
     os._exit(1)
 
@@ -122,7 +122,8 @@ def _wait_for_cause(rank: int, num_ranks: int, directory: Path) -> None:
         time.sleep(0.02)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Write out what is buffered for stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

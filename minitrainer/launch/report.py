@@ -28,12 +28,12 @@ class Report:
     `state` is "done", "stopped" (told to by a signal, and left in good order) or "failed".
     `arguments` build the error again when it was one of ours, with this catalogue `code`.
     `consequence` tells that the rank only noticed the death of another one. `trace` does not
-    repeat what `text` says.
+    repeat what `text` says. `time` is of the clock that all processes of a machine share.
     """
 
     rank: int
     state: Literal["done", "stopped", "failed"]
-    time: float = field(default_factory=time.time)
+    time: float = field(default_factory=time.monotonic)
     signal: int | None = None
     code: str | None = None
     arguments: Sequence[str] = ()
@@ -130,7 +130,7 @@ def first_cause(
     Args:
         failures: Reports of ranks that failed.
         death: The error for a rank that ended without a report, if there is one.
-        death_time: When that was noticed, in seconds since the epoch.
+        death_time: When that was noticed, by the clock of the reports.
     """
     found: list[tuple[bool, float, Report | None]] = [
         (report.consequence, report.time, report) for report in failures

@@ -20,15 +20,17 @@ from minitrainer.launch.report import Report, read_report
 from minitrainer.launch.signals import Handler, call_own, install, reinstall
 
 _INTERVAL = 0.03
-# Seconds that the peers of a failed rank get to leave by themselves.
+# Seconds that the peers of a failed rank get to leave by themselves, and those of them that have
+# reported and only wait for the others. The agent must have seen the failed one before.
 _FAILURE_GRACE = 5.0
+_WAITING_GRACE = 1.0
 
 
 class Supervisor:
     """Watches forked ranks while the context is open; no rank outlives it.
 
     `signals` are those that this process received meanwhile, and `first_end` is when a rank was
-    first seen to have ended badly, in seconds since the epoch.
+    first seen to have ended badly, by the monotonic clock.
 
     Args:
         directory: Where the ranks write their reports.
@@ -63,7 +65,8 @@ class Supervisor:
     def __exit__(self, *exc_info: object) -> None:
         self._done.set()
         self._thread.join()
-        self._kill()
+        for rank in range(len(self._pids)):
+            self._kill(rank)
         reinstall(self._previous)
 
     def enter_rank(self, rank: int) -> None:
@@ -96,22 +99,25 @@ class Supervisor:
             # A rank before `enter_rank`; the launcher will pass on what it got itself.
             return
         got = signal.Signals(number)
-        self._stop_time = self._stop_time or time.time()
+        self._stop_time = self._stop_time or time.monotonic()
         self.signals.append(got)
         call_own(self._previous[got], number, frame)
 
     def _watch(self) -> None:
         while not self._done.wait(_INTERVAL):
             if self.first_end is None and any(map(self._ended_badly, range(len(self._pids)))):
-                self.first_end = time.time()
-            if self.leave_now or self._overdue():
-                self._kill()
+                self.first_end = time.monotonic()
+            for rank in range(len(self._pids)):
+                if self.leave_now or self._is_overdue(rank):
+                    self._kill(rank)
             for got in dict.fromkeys(self.signals):
                 self._forward(got)
 
-    def _overdue(self) -> bool:
-        graces = ((self.first_end, _FAILURE_GRACE), (self._stop_time, self._stop_grace))
-        return any(start is not None and time.time() - start > grace for start, grace in graces)
+    def _is_overdue(self, rank: int) -> bool:
+        grace = _WAITING_GRACE if self.first_end and self._report(rank) else _FAILURE_GRACE
+        now = time.monotonic()
+        graces = ((self.first_end, grace), (self._stop_time, self._stop_grace))
+        return any(start is not None and now - start > limit for start, limit in graces)
 
     def _forward(self, got: signal.Signals) -> None:
         for rank, pid in enumerate(self._pids):
@@ -122,12 +128,12 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.kill(pid, got)
 
-    def _kill(self) -> None:
-        for pid in self._pids:
-            if pid and _status(pid) == "running":
-                # With its loader workers: a rank leads a session of its own.
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+    def _kill(self, rank: int) -> None:
+        pid = self._pids[rank]
+        if pid and _status(pid) == "running":
+            # With its loader workers: a rank leads a session of its own.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _ended_badly(self, rank: int) -> bool:
         pid = self._pids[rank]

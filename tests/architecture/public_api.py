@@ -31,13 +31,12 @@ def describe() -> str:
 def _describe(name: str, value: object) -> Iterator[str]:
     if inspect.isclass(value):
         bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+        yield f"class {name}({bases})"
         constructor = vars(value).get("__init__")
-        if constructor is None or getattr(value, "_is_protocol", False):
-            yield f"{name}({bases})"
-        else:
-            yield f"{name}({bases}) = {_signature(constructor)}"
+        if constructor is not None and not getattr(value, "_is_protocol", False):
+            yield f"{name}{_signature(constructor)}"
         for member in _members(value):
-            yield from _describe_member(f"{name}.{member}", inspect.getattr_static(value, member))
+            yield from _describe_member(f"{name}.{member}", value, member)
     elif callable(value):
         yield f"{name}{_signature(value)}"
     else:
@@ -45,20 +44,26 @@ def _describe(name: str, value: object) -> Iterator[str]:
 
 
 def _members(kind: type) -> list[str]:
-    """Return the public members that our own classes define, not those of torch."""
-    ours = [base for base in kind.__mro__ if base.__module__.startswith("minitrainer")]
-    return sorted(
-        {
-            name
-            for base in ours
-            for name in [*vars(base), *vars(base).get("__annotations__", {})]
-            if not name.startswith("_")
-        }
-    )
+    """Return the public members of a class, without those of torch and of other public classes."""
+    public = {getattr(minitrainer, name) for name in minitrainer.__all__ if name != "__version__"}
+    bases = [
+        base
+        for base in kind.__mro__
+        if base.__module__.startswith("minitrainer") and (base is kind or base not in public)
+    ]
+    names = {
+        name for base in bases for name in [*vars(base), *vars(base).get("__annotations__", {})]
+    }
+    return sorted(name for name in names if not name.startswith("_"))
 
 
-def _describe_member(name: str, value: object) -> Iterator[str]:
-    if isinstance(value, property):
+def _describe_member(name: str, kind: type, member: str) -> Iterator[str]:
+    annotations = [vars(base).get("__annotations__", {}) for base in kind.__mro__]
+    annotated = [found[member] for found in annotations if member in found]
+    value = inspect.getattr_static(kind, member, None)
+    if annotated:
+        yield f"{name}: {getattr(annotated[0], '__forward_arg__', annotated[0])}"
+    elif isinstance(value, property):
         assert value.fget is not None
         yield f"{name} -> {inspect.signature(value.fget).return_annotation}"
     elif isinstance(value, staticmethod | classmethod):
@@ -86,7 +91,7 @@ def _signature(function: object) -> str:
             text += f": {parameter.annotation}"
         if parameter.default is not inspect.Parameter.empty:
             text += f" = {parameter.default!r}"
-        if parameter.name != "self":
+        if parameter.name not in ("self", "cls"):
             parts.append(text)
     returned = signature.return_annotation
     arrow = "" if returned is inspect.Signature.empty else f" -> {returned}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -28,6 +29,8 @@ class Launcher:
         def launch() -> None:
             # The test runner may have been started with SIGINT ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            # A launcher that is killed cannot remove its temporary folder.
+            tempfile.tempdir = str(folder)
             code = 0
             try:
                 result = run_on_local_ranks(fn, num_ranks, stop_grace=stop_grace)

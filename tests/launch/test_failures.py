@@ -21,7 +21,7 @@ from minitrainer.errors import (
     RankFailedError,
     RecipeError,
 )
-from minitrainer.launch import Environment, run_on_local_ranks
+from minitrainer.launch import Environment, StopSignals, run_on_local_ranks
 from minitrainer.launch.report import Report, died, failure, first_cause, read_report, write_report
 from tests.launch.launchers import all_gone, mark
 
@@ -100,6 +100,22 @@ def test_a_rank_that_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     assert error.what == "Rank 1 was killed by SIGKILL."
     assert "memory" in error.why
     assert seconds < 10
+
+
+def test_a_rank_that_is_killed_beside_one_that_listens(capfd: pytest.CaptureFixture[str]) -> None:
+    """The agent ends the other one by SIGTERM, which is no wish of the user's."""
+
+    def train() -> None:
+        with StopSignals() as signals:
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for _ in range(3000):
+                time.sleep(0.01)
+                signals.raise_if_received()
+
+    error, seconds = launch_and_fail(train, capfd)
+    assert error.what == "Rank 1 was killed by SIGKILL."
+    assert seconds < 5
 
 
 @pytest.mark.parametrize("code", [3, 0])
@@ -194,9 +210,11 @@ def test_loader_workers_go_with_their_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def train() -> None:
-        for index, _ in enumerate(DataLoader(Slow(tmp_path), num_workers=1)):
-            if rank() == 1 and index == 3:
-                boom()
+        with StopSignals() as signals:
+            for index, _ in enumerate(DataLoader(Slow(tmp_path), num_workers=1)):
+                if rank() == 1 and index == 3:
+                    boom()
+                signals.raise_if_received()
 
     launch_and_fail(train, capfd)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-worker-*")]

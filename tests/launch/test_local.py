@@ -76,7 +76,10 @@ def test_what_cannot_be_handed_back() -> None:
         run_on_local_ranks(lambda: {"f": lambda: None}, 2)
 
 
-def test_nothing_is_changed_in_this_process() -> None:
+def test_nothing_is_changed_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     names = ("", "torch", "torch.distributed", "torch.distributed.elastic", "torch.multiprocessing")
 
     def state() -> list[Any]:
@@ -173,6 +176,16 @@ def test_a_rank_can_launch_ranks() -> None:
     assert run_on_local_ranks(outer, 2) == 2
 
 
+def test_no_rank_runs_before_all_are_forked() -> None:
+    """One that meets the store's server while another is forked lets that one hang, at times."""
+
+    def siblings() -> int:
+        tasks = Path(f"/proc/{os.getppid()}/task").iterdir()
+        return sum(len((task / "children").read_text().split()) for task in tasks)
+
+    assert run_on_local_ranks(siblings, 6) == 6
+
+
 def test_output_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         io.TextIOWrapper(io.FileIO(os.dup(1), "w")) as buffered,
@@ -265,6 +278,8 @@ def test_thread_pools_of_the_parent() -> None:
 def test_when_forking_is_refused() -> None:
     assert fork_problem() is None
     assert fork_problem(message="CUDA out of memory") is None
+    worker = "Caught RuntimeError in DataLoader worker process 0. ... in forked subprocess."
+    assert fork_problem(message=worker) is None
     assert isinstance(fork_problem(cuda_initialized=True), ForkUnsafeError)
     for message in (
         "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...",
