@@ -6,7 +6,7 @@ One run measures all contenders by turns, round after round, in one process; a r
 over the rounds. Every contender runs the same `Net.training_step`, which itself reads a clock at
 the start of two batches, so that the figure is whole cycles of a step (fetch the batch, forward,
 backward, optimizer, logging) and nothing of start-up or end. Optimizer and batches are made alike.
-On one rank the clock counts the processor time of the process, which on an idle machine is the wall
+On one rank, and for imports, the clock counts processor time, which on an idle machine is the wall
 time, and on a busy one leaves out what others take. Ranks also wait for each other: there it is
 wall time, and needs two cores that nobody else uses.
 Lightning takes part when it is installed (`pip install -e ".[bench]"`).
@@ -20,6 +20,7 @@ import gc
 import importlib.util
 import logging
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -238,13 +239,18 @@ def import_time(rounds: int) -> Row:
     seconds: dict[str, list[float]] = {statement: [] for statement in statements}
     for number in range(rounds + 1):
         for statement in statements if number % 2 else reversed(statements):
-            start = time.perf_counter()
+            before = _seconds_of_children()
             subprocess.run([sys.executable, "-c", statement], check=True)
             if number > 0:
-                seconds[statement].append(time.perf_counter() - start)
+                seconds[statement].append(_seconds_of_children() - before)
     plain, ours = (seconds[statement] for statement in statements)
     above = median(b - a for a, b in zip(plain, ours, strict=True))
     return Row("import minitrainer, above torch", f"{median(plain):.2f} s +", above, 0.15)
+
+
+def _seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _rows(figures: dict[str, list[float]], bounds: dict[str, float]) -> list[Row]:

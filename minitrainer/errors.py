@@ -73,12 +73,6 @@ class ForkUnsafeError(UsageError):
     code = "L03"
 
 
-class PortError(UsageError):
-    """The port that MASTER_PORT asks for cannot be used."""
-
-    code = "L06"
-
-
 class RankFailedError(MinitrainerError):
     """A rank raised or died; `why` holds its own traceback when it could write one."""
 
@@ -89,6 +83,12 @@ class ResultError(MinitrainerError):
     """What the ranks computed could not be handed back to the starting process."""
 
     code = "L05"
+
+
+class PortError(UsageError):
+    """The port that MASTER_PORT asks for cannot be used."""
+
+    code = "L06"
 
 
 # D: data ---------------------------------------------------------------------------------------

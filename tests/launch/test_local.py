@@ -227,7 +227,7 @@ def test_scripts_at_the_same_moment_by_dash_c() -> None:
         "def group(): return dist.process_group(torch.device('cpu'), num_ranks=2, timeout=20)\n"
         "def run(fn):\n"
         "    with group(): return fn()\n"
-        "print(run_on_local_ranks(lambda: run(lambda: dist.world_size()), 2))\n"
+        "print(run_on_local_ranks(lambda: run(lambda: dist.gather_objects(7)), 2))\n"
     )
     both = [
         subprocess.Popen(
@@ -240,7 +240,7 @@ def test_scripts_at_the_same_moment_by_dash_c() -> None:
     ]
     for process in both:
         out, err = process.communicate(timeout=50)
-        assert (process.returncode, out, err) == (0, "once\n2\n", "")
+        assert (process.returncode, out, err) == (0, "once\n[7, 7]\n", "")
 
 
 def test_thread_pools_of_the_parent() -> None:
