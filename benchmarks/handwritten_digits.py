@@ -136,9 +136,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 def make_net(width: int = 16) -> nn.Sequential:
     return nn.Sequential(
         *convolution(1, width),
-        *convolution(width, 2 * width),
         nn.MaxPool2d(2),
-        *convolution(2 * width, 2 * width),
+        *convolution(width, 2 * width),
         nn.Flatten(),
         nn.Linear(2 * width * 4 * 4, 10),
     )

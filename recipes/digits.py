@@ -22,7 +22,7 @@ class DigitsNet(mt.Module):
     """A small convolutional network.
 
     Args:
-        width: Channels of the first convolution; the others have twice as many.
+        width: Channels of the first convolution; the second has twice as many.
         lr: The highest learning rate of the one-cycle schedule.
         norm: Put batch norm behind each convolution.
     """
@@ -32,9 +32,8 @@ class DigitsNet(mt.Module):
         self.save_hyperparameters()
         self.layers = nn.Sequential(
             *_convolution(1, width, norm=norm),
-            *_convolution(width, 2 * width, norm=norm),
             nn.MaxPool2d(2),
-            *_convolution(2 * width, 2 * width, norm=norm),
+            *_convolution(width, 2 * width, norm=norm),
             nn.Flatten(),
             nn.Linear(2 * width * 4 * 4, 10),
         )
