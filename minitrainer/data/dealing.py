@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, dropwhile, islice
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from minitrainer.data.digest import Share
 from minitrainer.data.epochs import CountedEpoch, PlannedEpoch
+from minitrainer.data.items import Keys, placed
 from minitrainer.data.loading import (
     Layout,
     PlannedLoader,
@@ -46,6 +48,10 @@ class Deal(Protocol):
         """Return what is left of an epoch behind `samples_seen` samples of all ranks."""
         ...
 
+    def share(self) -> Share | None:
+        """Return what this rank was dealt in the first whole epoch, None if nobody knows."""
+        ...
+
 
 def deal_of(loader: Any, layout: Layout, limit: Limit) -> Deal:
     """Return how a loader is dealt out."""
@@ -79,7 +85,8 @@ class _SampleDeal:
         self._limit = rounds_of(limit, _rounds(kept, self._round), "train")
         self.num_samples: int | None = self._within_limit(kept)
         self.num_batches: int | None = _rounds(self.num_samples, self._round)
-        self._loader = PlannedLoader(loader, layout)
+        self._loader = PlannedLoader(loader, layout, tells_epoch=True)
+        self._order: Callable[[], Sequence[Any]] | None = None
 
     def epoch(self, epoch: int, samples_seen: int, batch_idx: int) -> EpochData:
         rank, world_size, seed = self._layout
@@ -91,10 +98,11 @@ class _SampleDeal:
         full_rounds, tail = divmod(rest, size)
         own_tail = len(range(rank, tail, world_size))
         stop = samples_seen + rest
+        self._order = None if samples_seen else lambda: order[:stop]
         keys = (
-            order[start + rank : min(start + size, stop) : world_size]
+            Keys(epoch, first, world_size, order[first : min(start + size, stop) : world_size])
             for start in range(samples_seen, stop, size)
-            if start + rank < stop
+            if (first := start + rank) < stop
         )
         return PlannedEpoch(
             partial(self._loader.fetch, keys, epoch),
@@ -102,6 +110,10 @@ class _SampleDeal:
             totals=[size] * full_rounds + [tail] * (tail > 0),
             first_batch_idx=batch_idx,
         )
+
+    def share(self) -> Share | None:
+        order, self._order = self._order, None
+        return self._loader.share(order)
 
     def _within_limit(self, num_samples: int) -> int:
         if self._limit is None:
@@ -124,12 +136,15 @@ class _BatchDeal:
         self.num_samples: int | None = None
         self.num_dropped: int | None = 0
         self.batch_size: int | None = None
-        self._loader = PlannedLoader(loader, layout)
+        self._loader = PlannedLoader(loader, layout, tells_epoch=True)
+        self._order: Callable[[], Sequence[Any]] | None = None
 
     def epoch(self, epoch: int, samples_seen: int, batch_idx: int) -> EpochData:
         batches = draw_order(self._user_loader, self._layout.seed, epoch)
+        last = None if self._limit is None else self._limit * self._layout.world_size
+        self._order = None if samples_seen else lambda: list(chain(*batches[:last]))
         return _deal_whole(
-            batches,
+            list(placed(batches, epoch, are_batches=True)),
             list(map(len, batches)),
             partial(self._loader.fetch, epoch=epoch),
             layout=self._layout,
@@ -138,8 +153,19 @@ class _BatchDeal:
             batch_idx=batch_idx,
         )
 
+    def share(self) -> Share | None:
+        order, self._order = self._order, None
+        return self._loader.share(order)
 
-class _ListDeal:
+
+class _Unplanned:
+    """Data of which nothing but the batches themselves tells which samples are in them."""
+
+    def share(self) -> Share | None:
+        return None
+
+
+class _ListDeal(_Unplanned):
     """A list of batches, dealt out whole."""
 
     def __init__(self, batches: Sequence[Any], layout: Layout, limit: Limit) -> None:
@@ -167,7 +193,7 @@ class _ListDeal:
         )
 
 
-class _UncountedDeal:
+class _UncountedDeal(_Unplanned):
     """A sampler without a length, or one of batches of unknown size (`batch_size=None`).
 
     What it draws is dealt out as it comes, and may have no end.
@@ -190,25 +216,31 @@ class _UncountedDeal:
         self.num_dropped: int | None = None if drops else 0
         by_sample = self._sampling.unit == "sample"
         self.batch_size: int | None = self._sampling.batch_size if by_sample else None
-        self._loader = PlannedLoader(loader, layout)
+        self._loader = PlannedLoader(loader, layout, tells_epoch=True)
 
     def epoch(self, epoch: int, samples_seen: int, batch_idx: int) -> EpochData:
         rank, world_size, _ = self._layout
         units = self._units(epoch)
+        keys: Iterator[Keys]
         left = None
         if self._sampling.unit == "sample":
             next(islice(units, samples_seen, samples_seen), None)
-            keys = self._shares(units)
+            keys = self._shares(units, epoch, samples_seen)
         elif self._sampling.unit == "batch":
-            passed = 0
-            while passed < samples_seen and (batch := next(units, None)) is not None:
-                passed += len(batch)
-            keys = islice(units, rank, None, world_size)
+            batches = placed(units, epoch, are_batches=True)
+            keys = islice(
+                dropwhile(lambda batch: batch.first < samples_seen, batches),
+                rank,
+                None,
+                world_size,
+            )
         else:
             # Starting to fetch starts workers.
-            read = self._loader.fetch(units, epoch) if samples_seen else iter(())
+            over = placed(units, epoch, are_batches=False)
+            read = self._loader.fetch(over, epoch) if samples_seen else iter(())
             passed = _read_over(read, samples_seen)
-            keys = islice(self._units(epoch), passed + rank, None, world_size)
+            units = placed(self._units(epoch), epoch, are_batches=False)
+            keys = islice(units, passed + rank, None, world_size)
             if self._length is not None:
                 left = _rounds(self._length - passed, world_size)
         most = _left_of(self._limit, batch_idx)
@@ -225,15 +257,16 @@ class _UncountedDeal:
         ahead = self._sampling.batch_size * self._layout.world_size
         return iterate_order(self._user_loader, self._layout.seed, epoch, ahead=ahead)
 
-    def _shares(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
+    def _shares(self, samples: Iterator[Any], epoch: int, start: int) -> Iterator[Keys]:
         rank, world_size, _ = self._layout
         size = self._sampling.batch_size * world_size
         for dealt in gather(samples, size, drop_last=self._sampling.drop_last):
             if rank < len(dealt):
-                yield dealt[rank::world_size]
+                yield Keys(epoch, start + rank, world_size, dealt[rank::world_size])
+            start += len(dealt)
 
 
-class _StreamDeal:
+class _StreamDeal(_Unplanned):
     """Batches that can only be read one after the other."""
 
     def __init__(self, loader: Any, layout: Layout, limit: Limit) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from minitrainer.data.digest import Share
+from minitrainer.data.items import Keys, placed
 from minitrainer.data.loading import (
     Layout,
     PlannedLoader,
@@ -92,6 +94,13 @@ class EvaluationData:
         total = self.num_total_batches
         return None if total is None else self._source.num_samples(total)
 
+    def share(self) -> Share | None:
+        """Return which samples this rank was dealt in the newest pass, for `coverage`.
+
+        Once, and only where a sampler of known length names the samples; None otherwise.
+        """
+        return self._source.share(self.num_total_batches)
+
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield the batches of this rank; `batch_idx` counts the batches of all ranks."""
         rank, world_size, _ = self._layout
@@ -116,6 +125,10 @@ class _Source(Protocol):
         """Yield the batches of this rank, at most `limit`, with their numbers of samples."""
         ...
 
+    def share(self, num_batches: int | None) -> Share | None:
+        """Return what this rank has read of so many batches, None if nobody knows."""
+        ...
+
 
 def _source_of(loader: Any, layout: Layout, stage: str) -> _Source:
     if isinstance(loader, list | tuple):
@@ -133,7 +146,8 @@ class _Sampled:
         self._layout = layout
         self._sampling = sampling_of(loader)
         self._length = order_length(loader)
-        self._loader = PlannedLoader(loader, layout)
+        self._loader = PlannedLoader(loader, layout, tells_epoch=False)
+        self._was_read = False
         self.num_batches = self._length
         if self._sampling.unit == "sample" and self._length is not None:
             size, drop_last = self._sampling.batch_size, self._sampling.drop_last
@@ -152,18 +166,34 @@ class _Sampled:
         return min(self._length, num_batches * self._sampling.batch_size)
 
     def read(self, limit: int | None) -> Iterator[tuple[Any, int]]:
+        self._was_read = True
         rank, world_size, _ = self._layout
         return self._loader.fetch_counted(
             islice(islice(self._batches(), rank, None, world_size), limit), 0
         )
 
-    def _batches(self) -> Iterator[Any]:
+    def share(self, num_batches: int | None) -> Share | None:
+        if not self._was_read or self._length is None or self._sampling.unit == "key":
+            return None
+        batches = islice(self._batches(), num_batches)
+        return self._loader.share(lambda: [key for batch in batches for key in batch.keys])
+
+    def _batches(self) -> Iterator[Keys]:
         _, unit, size, drop_last = self._sampling
         units = iterate_order(self._user_loader, self._layout.seed, 0, ahead=size)
-        return gather(units, size, drop_last=drop_last) if unit == "sample" else units
+        if unit == "sample":
+            units = gather(units, size, drop_last=drop_last)
+        return placed(units, 0, are_batches=unit != "key")
 
 
-class _Listed:
+class _Unplanned:
+    """Batches of which nothing but themselves tells which samples are in them."""
+
+    def share(self, num_batches: int | None) -> Share | None:
+        return None
+
+
+class _Listed(_Unplanned):
     """A list of batches."""
 
     def __init__(self, batches: Sequence[Any], layout: Layout) -> None:
@@ -179,7 +209,7 @@ class _Listed:
         return counted(self._batches[rank::world_size][:limit])
 
 
-class _Streamed:
+class _Streamed(_Unplanned):
     """Batches that can only be read one after the other."""
 
     def __init__(self, loader: Any, layout: Layout, stage: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from minitrainer.data.sampling import hearers, replaced_samplers, sampling_of
+from minitrainer.data.digest import Share
+from minitrainer.data.items import Keys, SeededItems, WorkerStart, as_it_is
+from minitrainer.data.sampling import hearers, length_of, replaced_samplers, sampling_of
 from minitrainer.data.seeding import derive_seed
 from minitrainer.data.transfer import count_samples
 from minitrainer.errors import LoaderError, SettingError
@@ -94,40 +96,75 @@ class PlannedLoader:
     Args:
         loader: The user's loader.
         layout: The share of this process.
+        tells_epoch: Whether `set_epoch` of the dataset is called; if not, workers cannot live on.
     """
 
-    def __init__(self, loader: DataLoader[Any], layout: Layout) -> None:
+    def __init__(self, loader: DataLoader[Any], layout: Layout, *, tells_epoch: bool) -> None:
         self._plan = _Plan()
         self._generator = torch.Generator()
         self._layout = layout
-        tell_changes(loader)
+        self._asked: list[Keys] | None = []
+        tell_changes(loader, hears=tells_epoch)
         self._keys_are_batches = sampling_of(loader).unit == "key"
+        self._items = SeededItems(
+            loader.dataset,
+            loader.collate_fn,
+            seed=layout.seed,
+            tells_epoch=tells_epoch,
+            in_workers=loader.num_workers > 0,
+        )
+        sampling: dict[str, Any] = {"batch_sampler": self._plan}
         if self._keys_are_batches:
             sampling = {"batch_size": None, "sampler": self._plan}
-        else:
-            sampling = {"batch_sampler": self._plan}
-        self._loader = rebuild(loader, self._generator, **sampling)
+        self._loader = rebuild(
+            loader,
+            self._generator,
+            hears=tells_epoch,
+            dataset=self._items,
+            collate_fn=as_it_is,
+            worker_init_fn=WorkerStart(loader.worker_init_fn),
+            **sampling,
+        )
 
-    def fetch(self, keys: Iterable[Any], epoch: int) -> Iterator[Any]:
+    def fetch(self, keys: Iterable[Keys], epoch: int) -> Iterator[Any]:
         """Return an iterator over the batches of these keys; workers start at once.
 
         Args:
-            keys: Lists of indices, or with `batch_size=None` single indices; read as needed.
-            epoch: The epoch, which seeds the workers along with the rank.
+            keys: What each batch is made of; read as needed.
+            epoch: The epoch, which the dataset of this process has been told, and which seeds
+                the workers along with the rank.
         """
+        if self._asked is not None:
+            self._asked = []
+            keys = _noting(keys, self._asked)
         self._plan.keys = keys
+        self._items.told = epoch
         seed, rank = self._layout.seed, self._layout.rank
         self._generator.manual_seed(derive_seed(seed, "workers", epoch, rank))
         return iter(self._loader)
 
-    def fetch_counted(self, keys: Iterable[Any], epoch: int) -> Iterator[tuple[Any, int]]:
+    def fetch_counted(self, keys: Iterable[Keys], epoch: int) -> Iterator[tuple[Any, int]]:
         """Yield the batches of these keys, each with its number of samples."""
         if self._keys_are_batches:
             yield from counted(self.fetch(keys, epoch))
             return
-        sizes: deque[int] = deque()
-        for batch in self.fetch(_noting(keys, sizes), epoch):
-            yield batch, sizes.popleft()
+        # Loaders with workers take keys long before they give the batches.
+        taken: deque[Keys] = deque()
+        for batch in self.fetch(_noting(keys, taken), epoch):
+            yield batch, len(taken.popleft().keys)
+
+    def share(self, order: Callable[[], Sequence[Any]] | None) -> Share | None:
+        """Return what was last fetched, as a share of an order; once, as then it is let go.
+
+        Args:
+            order: Returns the keys that all ranks have fetched together; None if they have not
+                fetched all.
+        """
+        if order is None or self._asked is None:
+            return None
+        asked, self._asked = self._asked, None
+        dealt = [key for batch in asked for key in batch.keys]
+        return Share.of(dealt, order(), length_of(self._items.dataset))
 
 
 class _Plan:
@@ -139,11 +176,10 @@ class _Plan:
         return iter(self.keys)
 
 
-def _noting(shares: Iterable[Any], sizes: deque[int]) -> Iterator[Any]:
-    # Loaders with workers take keys long before they give the batches.
-    for share in shares:
-        sizes.append(len(share))
-        yield share
+def _noting(keys: Iterable[Keys], notes: list[Keys] | deque[Keys]) -> Iterator[Keys]:
+    for batch in keys:
+        notes.append(batch)
+        yield batch
 
 
 def is_stock(loader: Any) -> bool:
@@ -152,14 +188,15 @@ def is_stock(loader: Any) -> bool:
 
 
 def rebuild(
-    loader: DataLoader[Any], generator: torch.Generator, **sampling: Any
+    loader: DataLoader[Any], generator: torch.Generator, *, hears: bool = False, **others: Any
 ) -> DataLoader[Any]:
     """Return a loader with the settings of another one.
 
     Args:
         loader: The user's loader.
         generator: What seeds the workers, instead of the global generator of torch.
-        **sampling: How to sample and batch, and settings that differ.
+        hears: Whether copies of the dataset in workers that live on hear of the epoch.
+        **others: How to sample and batch, and settings that differ.
     """
     settings: dict[str, Any] = {
         "dataset": loader.dataset,
@@ -171,15 +208,20 @@ def rebuild(
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers and not hearers(loader.dataset),
+        "persistent_workers": _live_on(loader, hears=hears),
         "generator": generator,
     }
-    return DataLoader(**{**settings, **sampling})
+    return DataLoader(**{**settings, **others})
 
 
-def tell_changes(loader: DataLoader[Any]) -> None:
-    """Log which settings of the user's loader are not kept as they are, and why."""
-    if loader.persistent_workers and hearers(loader.dataset):
+def tell_changes(loader: DataLoader[Any], *, hears: bool = False) -> None:
+    """Log which settings of the user's loader are not kept as they are, and why.
+
+    Args:
+        loader: The user's loader.
+        hears: Whether copies of the dataset in workers that live on hear of the epoch.
+    """
+    if loader.persistent_workers and not _live_on(loader, hears=hears):
         _logger.info(
             "persistent_workers is switched off: workers that live on hold a copy of %s that "
             "would never hear of set_epoch.",
@@ -194,3 +236,7 @@ def tell_changes(loader: DataLoader[Any]) -> None:
             type(sampler).__name__,
             sampler.shuffle,
         )
+
+
+def _live_on(loader: DataLoader[Any], *, hears: bool) -> bool:
+    return loader.persistent_workers and (hears or not hearers(loader.dataset))

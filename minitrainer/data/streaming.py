@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 
+from minitrainer.data.items import WorkerStart
 from minitrainer.data.loading import Layout, is_stock, rebuild, tell_changes
-from minitrainer.data.sampling import length_of, refuse_dealing, tell_samplers
-from minitrainer.data.seeding import PrivateRng, derive_seed
+from minitrainer.data.sampling import length_of, refuse_dealing, tell_epoch, tell_samplers
+from minitrainer.data.seeding import PrivateRng, derive_seed, mix, preserved_rng, seed_cpu
 from minitrainer.errors import LoaderError
 
 _logger = logging.getLogger(__name__)
@@ -47,19 +55,27 @@ class Stream:
         self.dealt_by_source = shards_itself and layout.world_size > 1
         self.batch_size: int | None = source.batch_size if stock else None
         in_workers = stock and source.num_workers > 0
-        self._reads_alike = layout.world_size > 1 and not self.dealt_by_source and not in_workers
+        self._in_process = not in_workers
         self._source: Iterable[Any] = source
-        self._worker_share: _WorkerShare | None = None
+        self._in_worker: _InWorker | None = None
         if stock:
-            tell_changes(source)
+            hears = stage == "train"
+            tell_changes(source, hears=hears)
             self.num_batches = _stream_length(source, shards_itself=shards_itself)
             dataset = source.dataset
-            if in_workers and not shards_itself:
-                dataset = self._worker_share = _WorkerShare(dataset)
+            if in_workers:
+                dataset = self._in_worker = _InWorker(
+                    dataset,
+                    hears=hears,
+                    shards_itself=shards_itself,
+                )
             self._source = rebuild(
                 source,
                 self._generator,
+                hears=hears,
                 dataset=dataset,
+                collate_fn=_undisturbing(source.collate_fn),
+                worker_init_fn=WorkerStart(source.worker_init_fn),
                 batch_size=source.batch_size,
                 drop_last=source.drop_last,
             )
@@ -76,10 +92,10 @@ class Stream:
         """Yield the batches of an epoch.
 
         Up to its first batch the source runs under random states seeded by (seed, epoch), so
-        that one which shuffles when it starts does so alike on all ranks and on resume. Where
-        ranks read the same stream in their own process, the whole of it does (some 0.3 ms for
-        each batch), as ranks that shuffle differently would lose samples. In several workers
-        one that goes on drawing from the global generators must use a generator of its own.
+        that one which shuffles when it starts does so alike on all ranks and on resume. The rest
+        goes on under them, as ranks and workers that read the same stream must see the same one:
+        in this process that costs some 70 us for each batch, and leaves its own states alone. A
+        source of which each rank and worker has its own share goes on under their own seeds.
 
         Raises:
             LoaderError: The source is a one-shot iterator that was read before.
@@ -116,53 +132,69 @@ class Stream:
         rank, _, seed = self._layout
         # Ranks that read the same stream must see the same one, whatever its workers draw.
         stream_rank = rank if self.dealt_by_source else 0
-        self._generator.manual_seed(derive_seed(seed, "workers", epoch, stream_rank))
+        own_seed = derive_seed(seed, "workers", epoch, stream_rank)
+        self._generator.manual_seed(own_seed)
         order_seed = derive_seed(seed, "order", epoch)
-        if self._worker_share is not None:
-            self._worker_share.order_seed.fill_(order_seed)
+        if self._in_worker is not None:
+            self._in_worker.start(epoch, order_seed, own_seed)
         rng = PrivateRng(order_seed)
         with rng:
             batches = iter(self._source)
             batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
-        if not self._reads_alike:
-            yield from batches
-            return
-        while True:
-            with rng:
-                batch = next(batches, _END)
-            if batch is _END:
-                return
+        if self.dealt_by_source:
+            rng = PrivateRng(own_seed)
+        while batch is not _END:
             yield batch
+            with rng if self._in_process else nullcontext():
+                batch = next(batches, _END)
 
 
-class _WorkerShare(IterableDataset[Any]):
-    """Every n-th item of a dataset in each of n workers.
+class _InWorker(IterableDataset[Any]):
+    """A dataset in each of n workers: every n-th item of it, or all if it shards itself.
 
-    While the dataset yields, it is kept from seeing that it is in a worker: one that shares its
-    items out over the workers by itself would otherwise lose most of them. It starts under the
-    same random states in all workers, so that they see the same order.
+    While a dataset that does not shard itself yields, it is kept from seeing that it is in a
+    worker: one that shares its items out over the workers by itself would otherwise lose most of
+    them. It is read under the same random states in all workers, so that they see the same items.
 
-    `order_seed` lies in shared memory, as workers that live on hold a copy of this object.
+    Args:
+        dataset: The user's dataset.
+        hears: Whether it is to be told of the epoch.
+        shards_itself: Whether each worker gets items of its own from it.
     """
 
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
+    def __init__(self, dataset: Any, *, hears: bool, shards_itself: bool) -> None:
         self.dataset = dataset
-        self.order_seed = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._hears = hears
+        self._shards_itself = shards_itself
+        self._told = 0
+        # In shared memory, as workers that live on hold a copy of this object: the epoch, the
+        # seed of what all of them read, and that of what each has for itself.
+        self._shared = torch.zeros(3, dtype=torch.int64).share_memory_()
+
+    def start(self, epoch: int, order_seed: int, own_seed: int) -> None:
+        """Let the workers start an epoch; the dataset of this process has been told of it."""
+        self._told = epoch
+        self._shared.copy_(torch.tensor([epoch, order_seed, own_seed]))
 
     def __iter__(self) -> Iterator[Any]:
         info: Any = get_worker_info()
-        return islice(self._all_items(info), info.id, None, info.num_workers)
+        items = self._items(info, *self._shared.tolist())
+        return items if self._shards_itself else islice(items, info.id, None, info.num_workers)
 
-    def _all_items(self, info: Any) -> Iterator[Any]:
-        with _hidden(info), PrivateRng(int(self.order_seed)):
+    def _items(self, info: Any, epoch: int, order_seed: int, own_seed: int) -> Iterator[Any]:
+        if self._hears and epoch != self._told:
+            self._told = epoch
+            tell_epoch(self.dataset, epoch)
+        hidden = nullcontext if self._shards_itself else partial(_hidden, info)
+        seed_cpu(order_seed)
+        with hidden():
             items = iter(self.dataset)
             item = next(items, _END)
+        if self._shards_itself:
+            seed_cpu(mix(own_seed, info.id))
         while item is not _END:
             yield item
-            with _hidden(info):
+            with hidden():
                 item = next(items, _END)
 
 
@@ -174,6 +206,19 @@ def _hidden(info: Any) -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = info
+
+
+def _undisturbing(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a collate function after which the items go on as if it had drawn nothing."""
+    if collate in (default_collate, default_convert):
+        return collate
+    return partial(_collated_aside, collate)
+
+
+def _collated_aside(collate: Callable[[Any], Any], items: Any) -> Any:
+    with preserved_rng():
+        seed_cpu(int(torch.randint(2**62, ())))
+        return collate(items)
 
 
 def _stream_length(loader: DataLoader[Any], *, shards_itself: bool) -> int | None:

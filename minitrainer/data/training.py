@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from minitrainer.data.dealing import deal_of
+from minitrainer.data.digest import Share
 from minitrainer.data.loading import Layout, check_loader
 from minitrainer.data.sampling import tell_epoch
 from minitrainer.protocols import EpochData
@@ -94,3 +95,11 @@ class TrainingData:
         """
         tell_epoch(self._told, epoch)
         return self._deal.epoch(epoch, samples_seen, batch_idx)
+
+    def share(self) -> Share | None:
+        """Return which samples this rank was dealt in the newest epoch, for `coverage`.
+
+        Only for the first epoch that was dealt out from its start to its end, and once; only
+        where a sampler of known length names the samples. None otherwise, on all ranks alike.
+        """
+        return self._deal.share()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -122,7 +123,11 @@ def test_a_stream_resumes_behind_the_samples_seen(ranks: int) -> None:
 
 
 KINDS = [
-    *((kind, workers, False) for kind in (Flow, SizedFlow, Aware, Shuffled) for workers in (0, 2)),
+    *(
+        (kind, workers, False)
+        for kind in (Flow, SizedFlow, Aware, Shuffled, Buffered)
+        for workers in (0, 2)
+    ),
     *[(SizedFlow, 0, True), (SizedFlow, 2, True), (Flow, 1, True)],
 ]
 
@@ -196,6 +201,65 @@ def test_a_stream_that_shuffles_at_its_start_resumes_exactly() -> None:
     rest = train(make()).epoch(1, samples_seen=6, batch_idx=2)
     assert [values(b) for b in rest] == whole[2:]
     assert whole != [values(b) for b in train(make()).epoch(0)]
+
+
+class Noisy(Flow):
+    """An item is itself, and what the generators of numpy, random and torch give."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in range(self.size):
+            noise = [np.random.randn(), random.random(), torch.rand(()).item()]
+            yield torch.tensor([item, *noise])
+
+
+def noisily(items: list[torch.Tensor]) -> torch.Tensor:
+    """Collate and draw, which must not reach the items to come."""
+    np.random.randn()
+    torch.rand(len(items))
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("collate", [None, noisily])
+def test_what_is_drawn_for_an_item_of_a_stream_is_the_same_on_every_layout(collate: Any) -> None:
+    """Case B26 kind for streams: workers, ranks, batch sizes and a resume."""
+
+    def rows(ranks: int, num_workers: int, size: int, **resume: int) -> list[list[float]]:
+        dealt = shares(
+            lambda: DataLoader(Noisy(12), size, num_workers=num_workers, collate_fn=collate),
+            ranks,
+            epoch=1,
+            most=12,
+            **resume,
+        )
+        return sorted(
+            row for share in dealt for b in share if not b.dry for row in b.batch.tolist()
+        )
+
+    before = global_states()
+    whole = rows(1, 0, 2)
+    assert global_states() == before
+    for column in zip(*whole, strict=True):
+        assert len(set(column)) == 12
+    for ranks, num_workers, size in [(1, 1, 2), (1, 2, 3), (2, 0, 3), (2, 2, 2)]:
+        assert rows(ranks, num_workers, size) == whole
+    assert rows(1, 0, 2, samples_seen=4, batch_idx=2) == whole[4:]
+
+
+def test_workers_of_a_dataset_that_shards_itself_draw_each_their_own() -> None:
+    class Own(Noisy):
+        shards_itself = True
+
+    def noise(rank: int, epoch: int, **resume: int) -> list[list[float]]:
+        loader = DataLoader(Own(3), num_workers=2, persistent_workers=True)
+        data = train(loader, rank=rank, ranks=2)
+        for before in range(epoch):
+            list(islice(data.epoch(before), 6))
+        return [row for b in islice(data.epoch(epoch, **resume), 6) for row in b.batch.tolist()]
+
+    found = [noise(rank, epoch) for rank in range(2) for epoch in range(2)]
+    assert noise(1, 1) == found[3]
+    later = [row for rows in found for row in rows if row[0] > 0]  # they start alike, to shuffle
+    assert len({row[1] for row in later}) == len(later) == 16
 
 
 def test_a_dataset_that_shards_itself_is_left_alone() -> None:
@@ -273,8 +337,12 @@ def test_the_epoch_reaches_the_dataset_of_a_stream(num_workers: int) -> None:
         Told(4), batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0
     )
     data = train(loader)
-    seen = [[values(b) for b in data.epoch(epoch)] for epoch in range(3)]
+    seen, pids = [], set()
+    for epoch in range(3):
+        seen.append([values(b) for b in data.epoch(epoch)])
+        pids.add(tuple(sorted(child.pid or 0 for child in multiprocessing.active_children())))
     assert seen == [[[epoch] * 2] * 2 for epoch in range(3)]
+    assert len(pids) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

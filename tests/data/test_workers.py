@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import random
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_first_draws_of_rank_worker_and_epoch_are_distinct(*, persistent: bool) 
     assert run() == drawn
 
 
+def workers() -> set[int | None]:
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def test_plain_persistent_workers_never_hear_of_the_epoch() -> None:
+    dataset = Told()
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=True)
+    seen = []
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        seen.append([batch.tolist() for batch in loader])
+    assert seen == [[[0] * 2] * 2] * 3
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_epoch_reaches_the_workers(
@@ -74,12 +89,52 @@ def test_the_epoch_reaches_the_workers(
     )
     with caplog.at_level(logging.INFO):
         data = train(loader)
-    notices = ["persistent_workers is switched off" in r.message for r in caplog.records]
-    assert notices == [True] * (num_workers > 0)
-    seen = [[b.batch.tolist() for b in data.epoch(epoch)] for epoch in range(3)]
+    assert not caplog.records
+    seen = [[b.batch.tolist() for b in data.epoch(0)]]
+    pids = workers()
+    seen += [[b.batch.tolist() for b in data.epoch(epoch)] for epoch in (1, 2)]
     assert seen == [[[epoch] * 2] * 2 for epoch in range(3)]
+    assert workers() == pids
+    assert len(pids) == num_workers
     rest = data.epoch(7, samples_seen=2, batch_idx=1)
     assert [b.batch.tolist() for b in rest] == [[7, 7]]
+
+
+def test_the_epoch_changes_with_the_batch_and_not_before() -> None:
+    """Batches that are fetched ahead, when an epoch is left early, are of that epoch."""
+
+    class Telling(Told):
+        def set_epoch(self, epoch: int) -> None:
+            super().set_epoch(epoch)
+            self.calls = getattr(self, "calls", 0) + 1
+
+        def __getitem__(self, index: int) -> Any:
+            return self.epoch, self.calls
+
+        def __len__(self) -> int:
+            return 24
+
+    loader = DataLoader(Telling(), 2, num_workers=2, persistent_workers=True, prefetch_factor=4)
+    data = train(loader)
+    assert next(iter(data.epoch(5))).batch[0].tolist() == [5, 5]
+    for calls, epoch in enumerate((6, 7), start=2):
+        batches = [b.batch for b in data.epoch(epoch)]
+        assert {tuple(b[0].tolist()) for b in batches} == {(epoch, epoch)}
+        assert {tuple(b[1].tolist()) for b in batches} == {(calls, calls)}  # told once for each
+
+
+def test_workers_of_an_evaluation_are_started_anew_where_the_epoch_matters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody tells them, but the dataset may be the one that is trained on."""
+    dataset = Told()
+    with caplog.at_level(logging.INFO):
+        data = evaluate(DataLoader(dataset, 2, num_workers=1, persistent_workers=True))
+    assert ["persistent_workers is switched off" in r.message for r in caplog.records] == [True]
+    training = train(DataLoader(dataset, 2))
+    for epoch in range(2):
+        training.epoch(epoch)
+        assert [b.batch.tolist() for b in data] == [[epoch] * 2] * 2
 
 
 def test_persistent_workers_live_on_where_they_can() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -132,6 +134,47 @@ def test_random_numbers_and_momentum_go_on(ranks: int) -> None:
     states = torch.load("a.ckpt", weights_only=True)["rng"]
     assert len(states) == ranks
     assert len({str(state) for state in states}) == ranks
+
+
+class Augmented(Values):
+    """Items with noise of numpy, random and torch."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = np.random.randn() + random.gauss(0, 1) + torch.randn(()).item()
+        return self.values[index] + 0.1 * noise
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "persistent"), [(1, 0, False), (1, 2, False), (1, 2, True), (2, 1, False)]
+)
+def test_augmentation_goes_on_as_it_would_have(
+    *, ranks: int, workers: int, persistent: bool
+) -> None:
+    """Promise 2: dropout and augmentation in workers, saved in mid-epoch: bit-equal at the end."""
+
+    def data(num_workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            Augmented([item / ranks for item in range(16 * ranks)]),
+            batch_size=2,
+            shuffle=True,
+            num_workers=num_workers,
+            persistent_workers=persistent and num_workers > 0,
+        )
+
+    def rank() -> list[list[torch.Tensor]]:
+        mt.seed_everything(0)
+        modules = [Dropout() for _ in range(3)]
+        for module in modules[1:]:
+            module.load_state_dict(modules[0].state_dict())
+        quiet(max_epochs=2, callbacks=[SaveAt(11)]).fit(modules[0], data(workers))
+        quiet(max_epochs=2).fit(modules[1], data(workers), ckpt_path="a.ckpt")
+        quiet(max_epochs=2).fit(modules[2], data(0 if workers else 2))
+        return [[p.detach() for p in module.parameters()] for module in modules]
+
+    for whole, resumed, on_other_workers in run_ranks(rank, world_size=ranks):
+        for ours, theirs, others in zip(whole, resumed, on_other_workers, strict=True):
+            assert torch.equal(ours, theirs)
+            assert torch.equal(ours, others)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
