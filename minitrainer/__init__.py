@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         AMPPlugin,
         CheckpointIO,
         DDPStrategy,
+        LearningRateRule,
         SingleStrategy,
     )
     from minitrainer.step import StepResult
@@ -51,6 +52,7 @@ __all__ = [
     "EarlyStopping",
     "Interrupted",
     "LearningRateMonitor",
+    "LearningRateRule",
     "MinitrainerError",
     "ModelCheckpoint",
     "Module",
@@ -71,7 +73,14 @@ _HOMES = {
     "launch": ["Interrupted"],
     "loggers": ["CSVLogger"],
     "module": ["Module"],
-    "plugins": ["AMPPlugin", "Accumulator", "CheckpointIO", "DDPStrategy", "SingleStrategy"],
+    "plugins": [
+        "AMPPlugin",
+        "Accumulator",
+        "CheckpointIO",
+        "DDPStrategy",
+        "LearningRateRule",
+        "SingleStrategy",
+    ],
     "step": ["StepResult"],
     "trainer": ["Trainer"],
 }

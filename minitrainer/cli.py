@@ -1,6 +1,7 @@
 """The command line: the only place that prints results and picks exit codes.
 
-0 done; 1 training failed; 2 usage or recipe; 130 after SIGINT; 143 after SIGTERM.
+0 done; 1 training failed, layouts part, or the doctor found an error; 2 usage or recipe; 130 after
+SIGINT; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 # torch takes a second to import: everything that needs it is imported when it is needed, so that
 # --help and a misspelt command line answer at once.
-from minitrainer.command_line import Command, parse
+from minitrainer.command_line import Command, Examination, Question, parse
 from minitrainer.errors import (
+    CommandError,
     IncompleteEnvironmentError,
     MinitrainerError,
     RankFailedError,
@@ -26,6 +28,7 @@ from minitrainer.errors import (
 )
 
 if TYPE_CHECKING:
+    from minitrainer.doctor import Finding
     from minitrainer.recipe.build import Built
 
 _PATIENCE = 2.0
@@ -48,9 +51,16 @@ def _guarded(arguments: Sequence[str]) -> int:
     """Run one command; whatever it raises becomes a message and an exit code."""
     built: Built | None = None
     start = Path.cwd()  # the user's code may leave it
+    code = 0
     try:
         command = parse(arguments)
-        if command is not None:
+        if isinstance(command, Question):
+            _explain(command.text)
+        elif isinstance(command, Examination):
+            code = _examine(command)
+        elif command is not None and command.name == "parity":
+            code = _compare_layouts(command)
+        elif command is not None:
             built = _build(command)
             _run(command, built, start)
     except UsageError as error:
@@ -68,7 +78,7 @@ def _guarded(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 the user's code may raise anything
         _complain_of_users_code(error)
         return 1
-    return 0
+    return code
 
 
 # Running a command -------------------------------------------------------------------------------
@@ -107,7 +117,112 @@ def _run(command: Command, built: Built, start: Path) -> None:
         _print(lines)
 
 
+def _compare_layouts(command: Command) -> int:
+    from minitrainer.launch import Environment
+    from minitrainer.recipe.load import load_recipe
+
+    recipe = load_recipe(command.recipe, command.overrides)
+    if Environment.detect().launcher != "none":
+        raise CommandError(
+            "parity was started by a launcher.",
+            "It starts its own ranks.",
+            "Run it in one process: python -m minitrainer parity recipe.yaml --ranks 2.",
+        )
+    from minitrainer.parity import compare_layouts
+
+    report = compare_layouts(recipe, num_ranks=command.ranks, steps=command.steps)
+    _print(report.lines())
+    return int(report.parted)
+
+
+def _examine(asked: Examination) -> int:
+    # Each only for its own question: reading a script needs no torch.
+    if asked.script is not None:
+        from minitrainer.doctor.script import examine_file
+
+        findings = examine_file(asked.script)
+        _print_examined([], findings)
+    else:
+        findings = _examine_recipe(asked) if asked.recipe is not None else _examine_machine("runs")
+    if _rank() == 0:
+        _print([_counts(findings)])
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def _examine_machine(run_dir: str) -> list[Finding]:
+    from minitrainer.doctor.environment import examine, table
+    from minitrainer.doctor.facts import collect
+
+    facts = collect(Path(run_dir), os.environ)
+    findings = examine(facts)
+    _print_examined(table(facts), findings)
+    return findings
+
+
+def _examine_recipe(asked: Examination) -> list[Finding]:
+    from minitrainer.recipe.load import load_recipe
+
+    assert asked.recipe is not None
+    recipe = load_recipe(asked.recipe, asked.overrides)
+    # Only now, with a recipe that can be read, is torch worth its second.
+    from minitrainer.recipe.check import check_recipe
+
+    settings = check_recipe(recipe).trainer
+    # Each part is printed at once: it may tell why the next one fails.
+    findings = _examine_machine(str(settings.get("run_dir") or "runs"))
+    from minitrainer.doctor.recipe import examine
+
+    for answer in examine(recipe, asked.ranks):
+        _print_examined(answer.rows, answer.findings)
+        findings += answer.findings
+    return findings
+
+
+def _explain(asked: str) -> None:
+    """Print the catalogue's answer.
+
+    Raises:
+        CommandError: There is no such code, or no entry for the message.
+    """
+    # Only for this command: all the texts of the catalogue.
+    from minitrainer import pitfalls
+    from minitrainer.pitfalls.document import plain_text
+
+    if not asked:
+        _print([f"{entry.code}  {entry.title}" for entry in pitfalls.ENTRIES])
+        return
+    text = sys.stdin.read() if asked == "-" else asked
+    entry = pitfalls.find(text.strip())
+    found = [entry] if entry else pitfalls.match(text)
+    if not found:
+        near = "; ".join(f"{entry.code} {entry.title}" for entry in pitfalls.nearest(text.strip()))
+        raise CommandError(
+            f"No entry has the code or the message {_clipped(text)}.",
+            f"The nearest are: {near}." if near else "",
+            "python -m minitrainer explain lists all.",
+        )
+    texts = [plain_text(entry) for entry in found]
+    if len(found) > 1:
+        texts.insert(0, f"{len(found)} entries: {', '.join(entry.code for entry in found)}")
+    _print(["\n\n\n".join(texts)])
+
+
 # What the user gets to read ----------------------------------------------------------------------
+
+
+def _print_examined(rows: Sequence[tuple[str, str]], findings: Sequence[Finding]) -> None:
+    if _rank() == 0:
+        lines = [f"{f.place}: [{f.code}] {f.severity}: {f.what} {f.fix}" for f in findings]
+        _print([*(f"{label:<16}{value}" for label, value in rows), *lines])
+
+
+def _counts(findings: Sequence[Finding]) -> str:
+    counts = [
+        f"{number} {severity}{'s' if number > 1 else ''}"
+        for severity in ("error", "warning", "note")
+        if (number := sum(finding.severity == severity for finding in findings))
+    ]
+    return ", ".join(counts) or "nothing found"
 
 
 def _run_lines(built: Built, start: Path) -> list[str]:
@@ -139,6 +254,11 @@ def _metrics_line(metrics: Mapping[str, float]) -> str:
 def _weights_line(checkpoint: Path | None, start: Path) -> str:
     weights = _short(checkpoint, start) if checkpoint else "as built, no --ckpt was given"
     return f"weights   {weights}"
+
+
+def _clipped(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 60 else f"{line[:57]}...")
 
 
 def _describe(output: Any) -> str:
@@ -179,7 +299,7 @@ def _complain_of_failure(error: MinitrainerError) -> None:
         print(failed.why, file=sys.stderr)
         if failed is error:
             line = f"[{error.code}] {error.what} {error.fix}".rstrip()
-    _say(f"error: {' '.join(line.split())}")
+    _say(f"error: {' '.join(line.split())} (minitrainer explain {error.code})")
 
 
 def _complain_of_users_code(error: Exception) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -17,12 +17,22 @@ from torch.distributed.rendezvous import rendezvous
 _PACKET = 4096
 _HEADER = 8
 
+Group: TypeAlias = "torch_dist.ProcessGroup"
+"""A process group of all ranks; None stands for the first one."""
+
 
 class _Here:
-    """The store of the present group, and how many groups this process has had."""
+    """Where the ranks meet, for the life of the process, and how many groups there were.
 
+    `place` is what the environment says of the meeting, `store` that of the present group.
+    `unfinished` is what to call before the next collective of another kind.
+    """
+
+    place: tuple[object, ...] = ()
+    meeting: tuple[Any, int, int] | None = None
     store: Any = None
     groups = 0
+    unfinished: Callable[[], object] | None = None
 
 
 _here = _Here()
@@ -66,10 +76,7 @@ def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> It
         return
     on_cuda = device.type == "cuda"
     limit = timedelta(seconds=timeout)
-    store, rank_here, size = next(rendezvous("env://", timeout=limit))
-    # Under torchrun the store outlives the group: a second group must not read the first one's
-    # addresses. All ranks count alike.
-    _here.groups += 1
+    store, rank_here, size = _meet(limit)
     torch_dist.init_process_group(
         "nccl" if on_cuda else "gloo",
         store=_prefixed("group", store),
@@ -92,6 +99,22 @@ def process_group(device: torch.device, *, num_ranks: int, timeout: float) -> It
     torch_dist.destroy_process_group()
 
 
+def _meet(limit: timedelta) -> tuple[Any, int, int]:
+    """Return the store where the ranks meet, this rank and their number.
+
+    The store is kept for later groups: rank 0 may serve it, and a rank that is quicker than rank
+    0 would meet the others at a store that is about to close. Each group has its own names in it;
+    all ranks count alike.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    place = (os.getpid(), *(os.environ.get(name) for name in names))
+    if _here.meeting is None or _here.place != place:
+        _here.place, _here.groups = place, 0
+        _here.meeting = next(rendezvous("env://", timeout=limit))
+    _here.groups += 1
+    return _here.meeting
+
+
 def first_to_say(text: str) -> bool:
     """Return whether no rank has asked for this text before; costs a round trip to the store."""
     if _here.store is None:
@@ -103,9 +126,19 @@ def first_to_say(text: str) -> bool:
         return True
 
 
+def call_before_others(finish: Callable[[], object] | None) -> None:
+    """Call this once before the next collective, `sum_over_ranks` excepted; None forgets it.
+
+    For a series of sums whose end the ranks have not told each other: it costs nothing where
+    another series follows, and elsewhere no rank begins something else than the others do.
+    """
+    _here.unfinished = finish
+
+
 def barrier() -> None:
     """Wait until every rank has arrived."""
     if world_size() > 1:
+        _finish()
         torch_dist.barrier()
 
 
@@ -113,10 +146,49 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     """Overwrite the tensors, in place, by those of rank `source`."""
     if world_size() == 1:
         return
+    _finish()
     works = [torch_dist.broadcast(tensor, source, async_op=True) for tensor in tensors]
     for work in works:
         if work is not None:
             work.wait()
+
+
+@contextmanager
+def second_group(*, timeout: float) -> Iterator[Group]:
+    """Hold another process group of all ranks open, for collectives with an order of their own.
+
+    Among the collectives of one group all ranks must keep the same order. Call it on all ranks.
+
+    Args:
+        timeout: Seconds after which a collective gives up.
+    """
+    group = cast(Group, torch_dist.new_group(timeout=timedelta(seconds=timeout)))
+    yield group
+    # Not after an exception: the end of the first group takes this one along.
+    torch_dist.destroy_process_group(group)
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: Group | None = None) -> None:
+    """Overwrite the tensor, in place, by its sum over the ranks."""
+    if world_size() > 1:
+        torch_dist.all_reduce(tensor, group=group)
+
+
+@torch.no_grad()
+def average_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite the tensors, in place, by their means over the ranks, in one collective.
+
+    Added up in float64, and equal on all ranks afterwards.
+    """
+    if world_size() == 1 or not tensors:
+        return
+    _finish()
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+    sum_over_ranks(flat)
+    flat /= world_size()
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -137,6 +209,7 @@ def gather_bytes(payload: bytes) -> list[bytes]:
     """
     if world_size() == 1:
         return [payload]
+    _finish()
     header = len(payload).to_bytes(_HEADER, "little")
     heads = _all_gather(header + payload[:_PACKET], _HEADER + _PACKET)
     lengths = [int.from_bytes(head[:_HEADER], "little") for head in heads]
@@ -155,6 +228,12 @@ def broadcast_object(value: Any) -> Any:
 def any_rank(flag: bool) -> bool:
     """Return whether `flag` is true on at least one rank."""
     return any(gather_objects(flag))
+
+
+def _finish() -> None:
+    finish, _here.unfinished = _here.unfinished, None
+    if finish is not None:
+        finish()
 
 
 def _prefixed(name: str, store: Any) -> Any:

@@ -4,6 +4,8 @@ A message is one line, so it can be searched for: what happened, why it is an er
 The first letter of a code is its family:
 
     L launch   D data   S sync   P precision   C checkpoint   R recipe and settings   T training
+
+What each code means stands in `minitrainer/pitfalls`, along with pitfalls that are no errors.
 """
 
 from __future__ import annotations
@@ -91,6 +93,12 @@ class PortError(UsageError):
     code = "L06"
 
 
+class SharedDeviceError(MinitrainerError):
+    """Two ranks compute on the same GPU."""
+
+    code = "L07"
+
+
 # D: data ---------------------------------------------------------------------------------------
 
 
@@ -131,6 +139,24 @@ class MetricMismatchError(MinitrainerError):
     """One metric name was logged with two reductions, on one rank or on several."""
 
     code = "S03"
+
+
+class BatchNormError(UsageError):
+    """A batch norm layer is of a kind whose statistics cannot be taken over all ranks."""
+
+    code = "S04"
+
+
+class LayerOrderError(MinitrainerError):
+    """Ranks ran different batch norm layers at the same time, which all have to run together."""
+
+    code = "S05"
+
+
+class StepsMismatchError(MinitrainerError):
+    """Ranks stepped different optimizers by hand, or some stepped more often than others."""
+
+    code = "S06"
 
 
 # P: precision ----------------------------------------------------------------------------------
@@ -232,3 +258,15 @@ class LogError(MinitrainerError):
     """`self.log` was called with a value or at a place that has no meaning."""
 
     code = "T04"
+
+
+class ModelTooLargeError(UsageError):
+    """The model, its gradients and the optimizer's state do not fit on one device."""
+
+    code = "T05"
+
+
+class ManualOptimizationError(MinitrainerError):
+    """An optimizer was stepped by hand in a way or at a place where that does not work."""
+
+    code = "T06"

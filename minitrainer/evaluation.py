@@ -81,7 +81,7 @@ def evaluate(
         The metrics, equal on all ranks; and with `keep_outputs` pairs of (index of the batch over
         all ranks, output on the CPU) of this rank.
     """
-    store = MetricStore(training=False)
+    store = MetricStore(training=False, owner=module)
     step = stage.step(module)
     before = overriding(callbacks, f"on_{stage.name}_batch_start")
     after = overriding(callbacks, f"on_{stage.name}_batch_end")

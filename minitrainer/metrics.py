@@ -17,7 +17,9 @@ import torch
 
 from minitrainer import dist
 from minitrainer.errors import LogError, MetricMismatchError
+from minitrainer.metric_objects import MetricObjects
 from minitrainer.module import Reduction
+from minitrainer.protocols import MetricObject
 
 _FOLD = 32
 
@@ -115,10 +117,12 @@ class MetricStore:
 
     Args:
         training: Whether values are logged per step unless the user says otherwise.
+        owner: The module whose metrics they are.
     """
 
-    def __init__(self, *, training: bool) -> None:
+    def __init__(self, *, training: bool, owner: torch.nn.Module) -> None:
         self._training = training
+        self._objects = MetricObjects(owner)
         self._metrics: dict[str, _Metric] = {}
         self._window = 0
         self.samples: float = 1.0
@@ -131,7 +135,7 @@ class MetricStore:
     def log(
         self,
         name: str,
-        value: torch.Tensor | float,
+        value: torch.Tensor | float | MetricObject,
         *,
         on_step: bool | None,
         on_epoch: bool | None,
@@ -142,6 +146,16 @@ class MetricStore:
         logger: bool,
     ) -> None:
         """Take one value of one metric; see `Module.log`."""
+        weight: float | torch.Tensor = self.samples
+        if batch_size is not None:
+            weight = batch_size
+            if isinstance(weight, torch.Tensor):
+                weight = weight.detach().clone().reshape(())
+        if not isinstance(value, (torch.Tensor, int, float)):
+            by_epoch = not on_step and on_epoch is not False
+            self._check_object(name, value, reduce_fx, by_epoch=by_epoch)
+            self._objects.log(name, value, weight, [reduce_fx, sync_dist, logger, prog_bar])
+            return
         options = (on_step, on_epoch, reduce_fx, sync_dist, prog_bar, logger)
         metric = self._metrics.get(name)
         if metric is None:
@@ -157,13 +171,6 @@ class MetricStore:
                 raise _not_scalar(name, f"a tensor of shape {tuple(value.shape)}")
             # A copy, since the user may go on with the tensor in place (`loss /= 2`).
             value = value.detach().clone().reshape(())
-        elif not isinstance(value, (int, float)):
-            raise _not_scalar(name, type(value).__name__)
-        weight: float | torch.Tensor = self.samples
-        if batch_size is not None:
-            weight = batch_size
-            if isinstance(weight, torch.Tensor):
-                weight = weight.detach().clone().reshape(())
         if metric.step is not None:
             if metric.step.window != self._window:
                 metric.step.restart(self._window)
@@ -178,14 +185,14 @@ class MetricStore:
             for name, metric in self._metrics.items()
             if metric.step is not None and metric.step.window == self._window
         }
-        return self._flush(chosen, "_step")
+        return self._flush(chosen, "_step", objects=False)
 
     def flush_epoch(self) -> list[Flushed]:
-        """Reduce what was logged since the last flush of the epoch; collective."""
+        """Reduce what was logged since the last flush of the epoch, objects too; collective."""
         chosen = {
             name: metric.epoch for name, metric in self._metrics.items() if metric.epoch is not None
         }
-        flushed = self._flush(chosen, "_epoch")
+        flushed = self._flush(chosen, "_epoch", objects=True)
         for accumulated in chosen.values():
             accumulated.restart(-1)
         return flushed
@@ -203,13 +210,9 @@ class MetricStore:
 
     def _new_metric(self, name: str, options: tuple[Any, ...]) -> _Metric:
         on_step, on_epoch, reduce_fx, sync_dist, prog_bar, logger = options
-        if not isinstance(name, str) or not name:
-            raise LogError(f"self.log got the name {name!r}.", fix="Use a non-empty string.")
-        if reduce_fx not in get_args(Reduction):
-            raise LogError(
-                f"self.log({name!r}) got reduce_fx={reduce_fx!r}.",
-                fix=f"Use one of {', '.join(get_args(Reduction))}.",
-            )
+        _check_name(name, reduce_fx)
+        if name in self._objects:
+            raise _two_meanings(name)
         on_step = self._training if on_step is None else on_step
         on_epoch = (not self._training) if on_epoch is None else on_epoch
         if not self._training and on_step:
@@ -228,7 +231,25 @@ class MetricStore:
             Accumulated(reduce_fx) if on_epoch else None,
         )
 
-    def _flush(self, chosen: dict[str, Accumulated], suffix: str) -> list[Flushed]:
+    def _check_object(
+        self, name: str, value: object, reduce_fx: Reduction, *, by_epoch: bool
+    ) -> None:
+        if not isinstance(value, MetricObject):
+            raise _not_scalar(name, type(value).__name__)
+        _check_name(name, reduce_fx)
+        if name in self._metrics:
+            raise _two_meanings(name)
+        if not by_epoch:
+            raise LogError(
+                f"self.log({name!r}) got {type(value).__name__} with on_step=True or "
+                "on_epoch=False.",
+                "An object is computed once, at the end of the epoch.",
+                "Log the value of a step under another name.",
+            )
+
+    def _flush(
+        self, chosen: dict[str, Accumulated], suffix: str, *, objects: bool
+    ) -> list[Flushed]:
         mine = []
         for name, accumulated in chosen.items():
             metric = self._metrics[name]
@@ -236,8 +257,14 @@ class MetricStore:
             total, weight = accumulated.totals()
             about = [forked, metric.logger, metric.prog_bar]
             mine.append([name, metric.reduce, metric.synced, total, weight, *about])
+        gathered = dist.gather_objects([mine, self._objects.about() if objects else []])
+        per_rank, told = ([part[index] for part in gathered] for index in (0, 1))
+        if any(told):
+            # Known on all ranks, so that all compute the same objects in the same order.
+            computed = dist.gather_objects(self._objects.compute(told))
+            per_rank = [[*values, *more] for values, more in zip(per_rank, computed, strict=True)]
         flushed = []
-        for name, entries in _by_name(dist.gather_objects(mine)).items():
+        for name, entries in _by_name(per_rank).items():
             value = _reduced(name, entries)
             if value is not None:
                 _, _, synced, _, _, forked, logger, prog_bar = entries[0][1]
@@ -299,9 +326,25 @@ def _stack(values: list[torch.Tensor | float]) -> torch.Tensor:
     return torch.stack(tensors).double()
 
 
+def _check_name(name: object, reduce_fx: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise LogError(f"self.log got the name {name!r}.", fix="Use a non-empty string.")
+    if reduce_fx not in get_args(Reduction):
+        raise LogError(
+            f"self.log({name!r}) got reduce_fx={reduce_fx!r}.",
+            fix=f"Use one of {', '.join(get_args(Reduction))}.",
+        )
+
+
+def _two_meanings(name: str) -> MetricMismatchError:
+    return MetricMismatchError(
+        f"self.log({name!r}) got a number and an object.", fix="Use one name for one meaning."
+    )
+
+
 def _not_scalar(name: str, what: str) -> LogError:
     return LogError(
         f"self.log({name!r}) got {what}.",
-        "A metric is one number.",
+        "A metric is one number, or an object with update, compute and reset.",
         "Log its mean, or each part under a name of its own.",
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol, Self
 
 import torch
 
-from minitrainer.errors import LogError
-from minitrainer.protocols import TrainerView
+from minitrainer.errors import LogError, ManualOptimizationError
+from minitrainer.protocols import Exchange, MetricObject, Stepping, TrainerView
 from minitrainer.storage import read_checkpoint
 from minitrainer.weights import load_weights
 
@@ -25,7 +25,7 @@ class LogSink(Protocol):
     def log(
         self,
         name: str,
-        value: torch.Tensor | float,
+        value: torch.Tensor | float | MetricObject,
         *,
         on_step: bool | None,
         on_epoch: bool | None,
@@ -50,13 +50,25 @@ class Hyperparameters(dict[str, Any]):
 
 
 class Module(torch.nn.Module, ABC):
-    """A `torch.nn.Module` that knows its training step and its optimizers."""
+    """A `torch.nn.Module` that knows its training step and its optimizers.
+
+    Attributes:
+        automatic_optimization: Set it to false, in the class or in `__init__`, to do backward and
+            steps in `training_step`: `opt_g, opt_d = self.optimizers()`, then for each loss
+            `opt.zero_grad()`, `self.manual_backward(loss)`, `opt.step()`. What `training_step`
+            returns is then no loss. See `minitrainer/plugins/manual.py` for what holds on
+            several ranks.
+    """
+
+    automatic_optimization: bool = True
 
     def __init__(self) -> None:
         super().__init__()
         self._hparams = Hyperparameters()
         self._trainer: TrainerView | None = None
         self._sink: LogSink | None = None
+        self._exchange: Exchange | None = None
+        self._stepping: Stepping | None = None
 
     # What the user writes ----------------------------------------------------------------------
 
@@ -81,7 +93,9 @@ class Module(torch.nn.Module, ABC):
         Returns:
             An optimizer; or `(optimizer, scheduler)`; or `{"optimizer": ..., "lr_scheduler": ...}`
             where the scheduler is one or a mapping with `scheduler`, `interval` ("epoch", default,
-            or "step"), `frequency` (default 1) and `monitor` (for ReduceLROnPlateau).
+            or "step"), `frequency` (default 1) and `monitor` (for ReduceLROnPlateau). With
+            `automatic_optimization = False` also a list of optimizers or of such dictionaries, or
+            `([optimizers], [schedulers])`; schedulers are then stepped by you alone.
         """
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -101,7 +115,7 @@ class Module(torch.nn.Module, ABC):
     def log(
         self,
         name: str,
-        value: torch.Tensor | float,
+        value: torch.Tensor | float | MetricObject,
         *,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
@@ -116,7 +130,12 @@ class Module(torch.nn.Module, ABC):
         Args:
             name: Name of the metric. With both `on_step` and `on_epoch` it is logged as
                 `name_step` and `name_epoch`.
-            value: A scalar. It is detached and copied at once.
+            value: A scalar. It is detached and copied at once. Or an object with `update`,
+                `compute` and `reset`, updated by you: it is computed and reset at the end of the
+                epoch. One that exchanges its states between ranks itself (`sync_on_compute`, as
+                torchmetrics' have) is exact over all ranks. Of any other, each rank's result is
+                reduced by `reduce_fx`: the mean weighted by samples, which is exact for means
+                over samples only.
             on_step: Log the value of a step (mean over the window's micro-batches and the ranks)
                 every `log_every_n_steps`; by default in `training_step` only.
             on_epoch: Log the value over the epoch; by default everywhere but in `training_step`.
@@ -147,6 +166,61 @@ class Module(torch.nn.Module, ABC):
             prog_bar=prog_bar,
             logger=logger,
         )
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them if `configure_optimizers` made several.
+
+        With `automatic_optimization = False` their `step` reduces gradients over ranks first; it
+        returns whether the step was taken (AMP may skip it). Otherwise they are for looking at.
+        """
+        stepping = self._stepping
+        return _one_or_all(self.trainer.optimizers if stepping is None else stepping.optimizers)
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler to be stepped by hand, the list of several, or None.
+
+        Raises:
+            ManualOptimizationError: The trainer steps the schedulers.
+        """
+        return _one_or_all(self._by_hand("lr_schedulers").lr_schedulers)
+
+    def manual_backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Run backward on a loss, scaled for fp16; with `automatic_optimization = False`.
+
+        Raises:
+            ManualOptimizationError: The trainer runs backward.
+        """
+        self._by_hand("manual_backward").backward(loss, retain_graph=retain_graph)
+
+    def clip_gradients(
+        self, optimizer: Any, *, norm: float | None = None, value: float | None = None
+    ) -> None:
+        """Clip this optimizer's gradients in its coming step, once they are reduced over ranks.
+
+        Args:
+            optimizer: One of `self.optimizers()`.
+            norm: The largest norm of all its gradients together.
+            value: The largest size of each element.
+
+        Raises:
+            ManualOptimizationError: The trainer clips, by `gradient_clip_norm` and `_value`.
+            SettingError: A bound is not above 0, or there is none.
+        """
+        self._by_hand("clip_gradients").clip(optimizer, norm, value)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters get gradients, until `untoggle_optimizer`.
+
+        At the end of `training_step` at the latest everything is as it was.
+
+        Raises:
+            ManualOptimizationError: There is one optimizer, and the trainer steps it.
+        """
+        self._by_hand("toggle_optimizer").toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let all parameters get gradients again that got them before `toggle_optimizer`."""
+        self._by_hand("untoggle_optimizer").toggle(None)
 
     def save_hyperparameters(self, *, ignore: Iterable[str] = ()) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint.
@@ -226,9 +300,30 @@ class Module(torch.nn.Module, ABC):
             return tensor.device
         return torch.device("cpu")
 
+    def _by_hand(self, name: str) -> Stepping:
+        if self._stepping is None:
+            raise ManualOptimizationError(
+                f"self.{name} was called, but training_step does not step the optimizers.",
+                "That is for a fit with automatic_optimization = False.",
+                "Set it in the class, or leave backward and steps to the trainer.",
+            )
+        return self._stepping
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind when the module is copied or pickled (EMA, worker processes)."""
-        return {**self.__dict__, "_trainer": None, "_sink": None}
+        return {
+            **self.__dict__,
+            "_trainer": None,
+            "_sink": None,
+            "_exchange": None,
+            "_stepping": None,
+        }
+
+
+def _one_or_all(found: Sequence[Any]) -> Any:
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else list(found)
 
 
 def _is_constructor_of(module: Module, frame: FrameType) -> bool:

@@ -88,7 +88,7 @@ class Monitor:
             raise MonitorError(f"{what}{epoch}.", logged, "Log it, or monitor another metric.")
         if not self._warned:
             # The first validation may be due in a later epoch only.
-            _logger.warning("%s%d. %s", what, epoch, logged)
+            _logger.warning("[T03] %s%d. %s", what, epoch, logged)
             self._warned = True
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,14 +19,15 @@ class ScheduledLR:
 
     Attributes:
         scheduler: The scheduler.
-        interval: "step" counts optimizer steps really taken, "epoch" counts epochs.
+        interval: "step" counts optimizer steps really taken, "epoch" counts epochs; with "manual"
+            the user steps it.
         frequency: Step the scheduler every so many of them.
         monitor: The metric that a ReduceLROnPlateau looks at.
         seen: How often the metric had been updated when it was last looked at.
     """
 
     scheduler: LRScheduler
-    interval: Literal["step", "epoch"] = "epoch"
+    interval: Literal["step", "epoch", "manual"] = "epoch"
     frequency: int = 1
     monitor: str | None = None
     seen: int = 0
@@ -34,10 +35,15 @@ class ScheduledLR:
 
 @dataclass(slots=True)
 class Optimization:
-    """The optimizer of a run with its schedulers."""
+    """The optimizers of a run, one unless the user steps them, with their schedulers."""
 
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     schedulers: list[ScheduledLR] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer, the only one that the trainer steps itself."""
+        return self.optimizers[0]
 
     def step_schedulers(
         self, interval: str, count: int, metrics: Mapping[str, tuple[float, int]]
@@ -78,9 +84,9 @@ class Optimization:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of optimizer and schedulers."""
+        """Return the states of optimizers and schedulers."""
         return {
-            "optimizers": [self.optimizer.state_dict()],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "lr_schedulers": [
                 {"scheduler": _plain_scheduler_state(entry.scheduler), "seen": entry.seen}
                 for entry in self.schedulers
@@ -91,69 +97,105 @@ class Optimization:
         """Take back the states.
 
         Raises:
-            CheckpointMismatchError: Other parameters, or another number of schedulers.
+            CheckpointMismatchError: Other parameters, or another number of optimizers or
+                schedulers.
         """
-        saved = state_dict["lr_schedulers"]
-        if len(saved) != len(self.schedulers):
-            raise CheckpointMismatchError(
-                f"The checkpoint holds {len(saved)} schedulers, "
-                f"configure_optimizers returned {len(self.schedulers)}.",
-                "Their learning rates would not go on where they stopped.",
-                "Resume with the same optimizer and schedulers.",
-            )
+        for kind, saved, here in (
+            ("optimizers", state_dict["optimizers"], self.optimizers),
+            ("schedulers", state_dict["lr_schedulers"], self.schedulers),
+        ):
+            if len(saved) != len(here):
+                raise CheckpointMismatchError(
+                    f"The checkpoint holds {len(saved)} {kind}, "
+                    f"configure_optimizers returned {len(here)}.",
+                    "They would not go on where they stopped.",
+                    "Resume with the same optimizers and schedulers.",
+                )
         try:
-            self.optimizer.load_state_dict(state_dict["optimizers"][0])
+            for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
         except ValueError as error:
             raise CheckpointMismatchError(
                 f"The optimizer's state does not fit: {error}.",
                 "The checkpoint was made with other parameters or groups.",
                 "Resume with the same optimizer.",
             ) from error
-        for entry, state in zip(self.schedulers, saved, strict=True):
+        for entry, state in zip(self.schedulers, state_dict["lr_schedulers"], strict=True):
             entry.scheduler.load_state_dict(state["scheduler"])
             entry.seen = int(state["seen"])
+
+    def rates(self) -> dict[str, Any]:
+        """Return what schedulers change: the settings of all groups, and the schedulers' states."""
+        return {
+            "groups": [
+                [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+                for o in self.optimizers
+            ],
+            "schedulers": [_plain_scheduler_state(entry.scheduler) for entry in self.schedulers],
+        }
+
+    def load_rates(self, rates: Mapping[str, Any]) -> None:
+        """Take over what `rates` returned on another rank."""
+        for optimizer, saved in zip(self.optimizers, rates["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, saved, strict=True):
+                group.update(settings)
+        for entry, state in zip(self.schedulers, rates["schedulers"], strict=True):
+            entry.scheduler.load_state_dict(state)
 
 
 def configure(module: Module) -> Optimization:
     """Call `configure_optimizers` and check what it returns.
 
     Raises:
-        OptimizersError: Not an optimizer, several of them, an optimizer that needs a closure, or a
-            scheduler that is none or lacks its monitor.
+        OptimizersError: Not an optimizer, several of them that nobody would step, an optimizer
+            that needs a closure, or a scheduler that is none or lacks its monitor.
     """
     returned = module.configure_optimizers()
-    optimizer, schedulers = _parts(returned)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _unusable(f"configure_optimizers returned {_kind(returned)}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise _unusable("LBFGS calls the loss several times per step, by a closure.")
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in trained for parameter in module.parameters()):
-        raise _unusable("The optimizer holds no parameter of the module.")
-    return Optimization(optimizer, [_scheduled(item, optimizer) for item in schedulers])
+    optimizers, schedulers = _parts(returned)
+    manual = not module.automatic_optimization
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise _unusable(f"configure_optimizers returned {_kind(returned)}.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise _unusable("LBFGS calls the loss several times per step, by a closure.")
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(parameter) in trained for parameter in module.parameters()):
+            raise _unusable("The optimizer holds no parameter of the module.")
+    if len(optimizers) != 1 and not (manual and optimizers):
+        raise OptimizersError(
+            f"configure_optimizers returned {len(optimizers)} optimizers.",
+            "The trainer steps one optimizer per window.",
+            "Return one; or set automatic_optimization = False and step them in training_step.",
+        )
+    return Optimization(
+        optimizers, [_scheduled(item, optimizers, manual=manual) for item in schedulers]
+    )
 
 
-def _parts(returned: Any) -> tuple[Any, list[Any]]:
-    """Split what the user returned into the optimizer and a list of schedulers."""
-    if isinstance(returned, Mapping):
-        unknown = set(returned) - {"optimizer", "lr_scheduler"}
-        if unknown or "optimizer" not in returned:
-            raise _unusable(f"configure_optimizers returned a dict with keys {list(returned)}.")
-        scheduler = returned.get("lr_scheduler")
-        return returned["optimizer"], _as_list(scheduler)
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        optimizers, schedulers = returned
-        if isinstance(schedulers, torch.optim.Optimizer):
-            raise _unusable("configure_optimizers returned two optimizers.")
-        single = _as_list(optimizers)
-        if len(single) != 1:
-            raise _unusable(f"configure_optimizers returned {len(single)} optimizers.")
-        return single[0], _as_list(schedulers)
-    if isinstance(returned, (tuple, list)):
-        if len(returned) != 1:
-            raise _unusable(f"configure_optimizers returned {len(returned)} things.")
-        return returned[0], []
-    return returned, []
+def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
+    """Split what the user returned into optimizers and schedulers."""
+    items = _as_list(returned)
+    if isinstance(returned, (tuple, list)) and len(items) == 2 and not _is_entry(items[1]):
+        items, schedulers = _as_list(items[0]), _as_list(items[1])
+    else:
+        schedulers = []
+    optimizers = []
+    for item in items:
+        if isinstance(item, Mapping):
+            unknown = set(item) - {"optimizer", "lr_scheduler"}
+            if unknown or "optimizer" not in item:
+                raise _unusable(f"configure_optimizers returned a dict with keys {list(item)}.")
+            optimizers.append(item["optimizer"])
+            schedulers += _as_list(item.get("lr_scheduler"))
+        else:
+            optimizers.append(item)
+    return optimizers or [None], schedulers
+
+
+def _is_entry(item: Any) -> bool:
+    """Return whether the item stands for an optimizer, and not for schedulers."""
+    is_dict = isinstance(item, Mapping) and "optimizer" in item
+    return is_dict or isinstance(item, torch.optim.Optimizer)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -162,7 +204,9 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _scheduled(item: Any, optimizer: torch.optim.Optimizer) -> ScheduledLR:
+def _scheduled(
+    item: Any, optimizers: Sequence[torch.optim.Optimizer], *, manual: bool
+) -> ScheduledLR:
     settings = dict(item) if isinstance(item, Mapping) else {"scheduler": item}
     unknown = set(settings) - {"scheduler", "interval", "frequency", "monitor"}
     if unknown:
@@ -170,12 +214,21 @@ def _scheduled(item: Any, optimizer: torch.optim.Optimizer) -> ScheduledLR:
     entry = ScheduledLR(**settings)
     if not isinstance(entry.scheduler, LRScheduler):
         raise _unusable(f"lr_scheduler is {_kind(entry.scheduler)}.")
+    if all(entry.scheduler.optimizer is not optimizer for optimizer in optimizers):
+        raise _unusable("The scheduler belongs to another optimizer.")
+    if manual:
+        idle = sorted(set(settings) - {"scheduler"})
+        if idle:
+            raise OptimizersError(
+                f"The scheduler's settings have {', '.join(idle)}.",
+                "With automatic_optimization = False the trainer steps no scheduler.",
+                "Step it yourself, self.lr_schedulers().step(), when it is due.",
+            )
+        return ScheduledLR(entry.scheduler, interval="manual")
     if entry.interval not in ("step", "epoch"):
         raise _unusable(f"The scheduler's interval is {entry.interval!r}, not 'step' or 'epoch'.")
     if not isinstance(entry.frequency, int) or entry.frequency < 1:
         raise _unusable(f"The scheduler's frequency is {entry.frequency!r}, not a whole number.")
-    if entry.scheduler.optimizer is not optimizer:
-        raise _unusable("The scheduler belongs to another optimizer.")
     plateau = isinstance(entry.scheduler, ReduceLROnPlateau)
     if plateau and not entry.monitor:
         raise _unusable("ReduceLROnPlateau needs to know the metric it looks at: monitor.")

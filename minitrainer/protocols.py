@@ -5,7 +5,7 @@ None has more than five methods. Shapes of what they exchange are in `step.py` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -73,7 +73,7 @@ class Precision(Protocol):
         """Return the context of the forward pass."""
         ...
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward, scaling the loss if need be."""
         ...
 
@@ -83,6 +83,69 @@ class Precision(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; return whether the step was really taken."""
+        ...
+
+
+class Exchange(Protocol):
+    """What layers send to their copies on other ranks within a step (synced batch norm).
+
+    A strategy finds it as `module._exchange`, None where no layer exchanges anything, and sees to
+    it that a rank takes part in each step, also without a batch or a loss.
+    """
+
+    def open(self) -> None:
+        """Let the layers exchange, before a training step that has a batch."""
+        ...
+
+    def close_after_backward(self) -> None:
+        """Say to the other ranks that this one is through; called in the backward."""
+        ...
+
+    def close(self) -> None:
+        """Say so at once, where optimizers are stepped by hand."""
+        ...
+
+    def follow(self) -> None:
+        """Take part without a loss: return when the other ranks are through."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong; called after the window, where the device is read anyway."""
+        ...
+
+
+@runtime_checkable
+class OneScale(Protocol):
+    """What a `Precision` with a loss scale has besides, for steps of several optimizers."""
+
+    def one_scale(self) -> AbstractContextManager[None]:
+        """Keep the loss scale while the context is open; let it move once, at the end."""
+        ...
+
+
+class Stepping(Protocol):
+    """How a `Module` steps its optimizers itself. Ships as `plugins/manual.py`."""
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """The optimizers, each behind an object whose `step` reduces its gradients first."""
+        ...
+
+    @property
+    def lr_schedulers(self) -> Sequence[Any]:
+        """The schedulers."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
+        """Run backward on a loss."""
+        ...
+
+    def clip(self, optimizer: Any, norm: float | None, value: float | None) -> None:
+        """Clip the gradients in the coming step of this optimizer."""
+        ...
+
+    def toggle(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters get gradients; None undoes it."""
         ...
 
 
@@ -150,6 +213,26 @@ class CheckpointIO(Protocol):
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at the path."""
+        ...
+
+
+@runtime_checkable
+class MetricObject(Protocol):
+    """A metric that computes itself, as torchmetrics' do; for `Module.log`.
+
+    One whose attribute `sync_on_compute` is true exchanges its states between ranks in `compute`.
+    """
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take one batch; called by the user."""
+        ...
+
+    def compute(self) -> Any:
+        """Return the metric of all batches since `reset`, one number."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all batches."""
         ...
 
 

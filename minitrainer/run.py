@@ -18,6 +18,7 @@ from minitrainer.launch import Environment, StopSignals
 from minitrainer.metrics import Flushed, MetricStore
 from minitrainer.module import Module
 from minitrainer.optimization import Optimization
+from minitrainer.plugins import LearningRateRule, ManualStrategy
 from minitrainer.protocols import Accumulator, Precision, Strategy
 from minitrainer.rows import Rows
 from minitrainer.settings import Settings, ValidationClock, total_steps, windows_in
@@ -135,6 +136,9 @@ class FitRun(Run):
     train_metrics: MetricStore
     clock: ValidationClock
     rows: Rows
+    lr_rule: LearningRateRule | None
+    global_batch: int
+    manual: ManualStrategy | None = None
     steps_have_schedulers: bool = False
     in_window: bool = False
     validated: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -197,6 +198,8 @@ class Session:
         if isinstance(run, FitRun):
             if grad_norm is not None:
                 row["grad_norm"] = float(grad_norm)
+            if run.lr_rule is not None:
+                row["lr_factor"] = run.lr_rule.factor(run.global_batch, self.global_step)
             if row:
                 run.rows.add(self.global_step, {"epoch": self.current_epoch, **row})
 
@@ -280,6 +283,9 @@ class Session:
                 raise
 
         ranks = check_devices(self._parts.accelerator, self._parts.devices, Environment.detect())
+        # DDP and the first optimizer import it (torch 2.14), which takes each rank 1.5 s and more;
+        # imported here, before the ranks are forked, it is shared.
+        import_module("torch._dynamo")
         try:
             report = run_on_local_ranks(on_rank, ranks)
         except Interrupted as interrupted:

@@ -85,8 +85,12 @@ def total_steps(settings: Settings, windows_per_epoch: Iterator[int] | None) -> 
     """
     if windows_per_epoch is None or settings.max_epochs is None:
         return settings.max_steps
-    steps = sum(next(windows_per_epoch) for _ in range(settings.max_epochs))
-    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+    steps = 0
+    for _ in range(settings.max_epochs):
+        steps += next(windows_per_epoch)
+        if settings.max_steps is not None and steps >= settings.max_steps:
+            return settings.max_steps
+    return steps
 
 
 class ValidationClock:

@@ -1,8 +1,8 @@
 """How a run is set up and taken down.
 
 In this order: threads and device -> process group -> signals -> data (seeded alike on all ranks)
--> weights of the checkpoint -> move to the device -> wrap -> optimizers -> rest of the checkpoint
--> run directory and loggers -> random numbers of this rank.
+-> weights of the checkpoint -> batch norm over ranks -> move to the device -> wrap -> optimizers
+-> rest of the checkpoint -> run directory and loggers -> random numbers of this rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ from minitrainer.data import (
 from minitrainer.errors import LoaderError, SettingError
 from minitrainer.evaluation import VALIDATION, Stage
 from minitrainer.hooks import Hooks
-from minitrainer.launch import Environment, StopSignals, pick_device, set_threads
+from minitrainer.launch import (
+    Environment,
+    StopSignals,
+    check_identities,
+    device_identity,
+    pick_device,
+    set_threads,
+)
 from minitrainer.ledger import log_ledger
 from minitrainer.logs import rank_logging
+from minitrainer.memory import check_fits, estimate
 from minitrainer.metrics import MetricStore
 from minitrainer.module import Module
 from minitrainer.optimization import configure
-from minitrainer.plugins import DDPStrategy, SingleStrategy
+from minitrainer.plugins import DDPStrategy, LearningRateRule, ManualStrategy, SingleStrategy
+from minitrainer.plugins.batchnorm import synced_batch_norm
 from minitrainer.rows import Rows
 from minitrainer.run import FitRun, Progress, Run, Sources, planned_steps
 from minitrainer.rundir import make_run_dir, write_recipe
@@ -52,11 +61,13 @@ class Parts:
     accelerator: Literal["auto", "cpu", "cuda"]
     devices: int | None
     strategy: protocols.Strategy | None
+    sync_batchnorm: bool
     precision: protocols.Precision
     accumulator: protocols.Accumulator
     callbacks: Sequence[Callback]
     loggers: Sequence[protocols.Logger]
     checkpoint_io: protocols.CheckpointIO
+    lr_rule: LearningRateRule | None
     run_dir: Path | None
     default_run_dir: Path
     writes: bool
@@ -77,6 +88,8 @@ def fitting(
     with ExitStack() as stack:
         base = stack.enter_context(_rank(parts, view, module))
         settings, environment = parts.settings, base.environment
+        if not module.automatic_optimization:
+            _check_manual(parts)
         loaders = stack.enter_context(_opened(sources, "fit", settings.seed))
         data = _training_data(loaders, settings, environment)
         evaluation = _validation_data(loaders, module, settings, environment)
@@ -90,10 +103,27 @@ def fitting(
         checkpoint = None if ckpt_path is None else parts.checkpoint_io.load(ckpt_path)
         if checkpoint is not None:
             load_weights(module, checkpoint)
+        stack.enter_context(
+            synced_batch_norm(
+                module,
+                base.device,
+                everywhere=parts.sync_batchnorm,
+                timeout=base.strategy.timeout,
+            )
+        )
+        check_fits(estimate(module), base.device, environment.local_world_size)
         stack.enter_context(_wrapped(base, module))
         optimization = configure(module)
-        progress.optimizers = [optimization.optimizer]
+        needed = estimate(module, optimization.optimizer)
+        check_fits(needed, base.device, environment.local_world_size)
+        progress.optimizers = optimization.optimizers
         parts.precision.setup(base.device)
+        manual = None
+        if not module.automatic_optimization:
+            base.strategy = manual = ManualStrategy(
+                base.strategy, precision=parts.precision, optimization=optimization
+            )
+            stack.enter_context(_wrapped(base, module))
         loggers = parts.loggers if environment.rank == 0 else ()
         run = FitRun(
             module=module,
@@ -108,9 +138,12 @@ def fitting(
             optimization=optimization,
             parameters=[p for p in module.parameters() if p.requires_grad],
             train_data=data,
-            train_metrics=MetricStore(training=True),
+            train_metrics=MetricStore(training=True, owner=module),
             clock=clock,
             rows=Rows(loggers),
+            lr_rule=parts.lr_rule,
+            global_batch=_global_batch(parts, data, environment),
+            manual=manual,
             steps_have_schedulers=any(s.interval == "step" for s in optimization.schedulers),
         )
         seed_everything(derive_seed(settings.seed, "rank", environment.rank))
@@ -126,6 +159,7 @@ def fitting(
             run,
             settings,
             steps=progress.total_steps,
+            needed=needed,
             run_dir=str(progress.run_dir) if progress.run_dir else "none",
         )
         if not module.training:
@@ -194,6 +228,8 @@ def _rank(parts: Parts, view: protocols.TrainerView, module: Module) -> Iterator
         rank_logging(environment.rank, environment.world_size, dist.first_to_say),
         StopSignals() as signals,
     ):
+        if device.type == "cuda":
+            check_identities(dist.gather_objects(device_identity(device)))
         module._trainer = view
         try:
             yield Run(
@@ -228,11 +264,12 @@ def _opened(sources: Sources, stage: str, seed: int) -> Iterator[Sources]:
 
 @contextmanager
 def _wrapped(run: Run, module: Module) -> Iterator[None]:
-    run.strategy.setup(module, run.device)
+    strategy = run.strategy
+    strategy.setup(module, run.device)
     try:
         yield
     finally:
-        run.strategy.teardown()
+        strategy.teardown()
 
 
 @contextmanager
@@ -267,6 +304,48 @@ def _training_data(loaders: Sources, settings: Settings, environment: Environmen
     )
 
 
+def _check_manual(parts: Parts) -> None:
+    """Refuse what the trainer does around steps where `training_step` takes them."""
+    settings = parts.settings
+    epochs = range(min(settings.max_epochs or 1000, 1000))
+    for name, is_set, by_hand in (
+        (
+            "accumulate",
+            any(parts.accumulator.window_size(epoch) != 1 for epoch in epochs),
+            "call opt.zero_grad() and opt.step() every so many batches",
+        ),
+        (
+            "gradient_clip_norm",
+            settings.gradient_clip_norm is not None,
+            "call self.clip_gradients(opt, norm=...) before opt.step()",
+        ),
+        (
+            "gradient_clip_value",
+            settings.gradient_clip_value is not None,
+            "call self.clip_gradients(opt, value=...) before opt.step()",
+        ),
+        ("lr_rule", parts.lr_rule is not None, "scale the rates in configure_optimizers"),
+    ):
+        if is_set:
+            raise SettingError(
+                f"{name} is set, but the module has automatic_optimization = False.",
+                "Its training_step steps the optimizers, the trainer does nothing around that.",
+                f"Drop the setting and do it by hand: {by_hand}.",
+            )
+
+
+def _global_batch(parts: Parts, data: TrainingData, environment: Environment) -> int:
+    """Return the samples of a full window over all ranks, 0 when unknown."""
+    if data.batch_size is None:
+        if parts.lr_rule is not None:
+            raise SettingError(
+                "lr_rule needs the global batch, but the loader does not tell its batch size.",
+                fix="Use a DataLoader with a batch_size, or drop lr_rule.",
+            )
+        return 0
+    return data.batch_size * parts.accumulator.window_size(0) * environment.world_size
+
+
 def _validation_data(
     loaders: Sources, module: Module, settings: Settings, environment: Environment
 ) -> EvaluationData | None:
@@ -274,7 +353,8 @@ def _validation_data(
         return None
     if not VALIDATION.is_written(module):
         _logger.warning(
-            "There is a validation loader, but %s has no validation_step: nothing is validated.",
+            "[T29] There is a validation loader, but %s has no validation_step: "
+            "nothing is validated.",
             type(module).__name__,
         )
         return None

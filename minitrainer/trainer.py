@@ -14,9 +14,16 @@ from minitrainer.callbacks import ModelCheckpoint, ProgressBar
 from minitrainer.data import EvaluationData, move_to_device
 from minitrainer.datamodule import DataModule
 from minitrainer.evaluation import PREDICTION, TEST, VALIDATION, Stage, evaluate
+from minitrainer.ledger import log_coverage
 from minitrainer.loggers import CSVLogger
 from minitrainer.module import Module
-from minitrainer.plugins import Accumulator, AMPPlugin, CheckpointIO
+from minitrainer.plugins import (
+    Accumulator,
+    AMPPlugin,
+    CheckpointIO,
+    LearningRateRule,
+    ManualStrategy,
+)
 from minitrainer.run import FitRun, Run, Sources
 from minitrainer.session import Session
 from minitrainer.settings import Settings
@@ -34,12 +41,15 @@ class Trainer(Session):
         accelerator: "auto" takes CUDA where there is one.
         devices: Ranks to start on this machine; None is one, or what torchrun or SLURM started.
         strategy: How ranks share the model; by default `DDPStrategy` on several ranks.
+        sync_batchnorm: Take the statistics of batch norm layers over all ranks (see
+            `plugins/batchnorm.py`). Layers of `torch.nn.SyncBatchNorm` do so in any case.
         precision: "fp32", "bf16", "fp16", or a plugin.
         accumulate: Micro-batches per optimizer step: a number, a mapping from the epoch where a
             number begins to the number, or an accumulator.
         max_epochs: Epochs; one if neither this nor `max_steps` is given.
         max_steps: Optimizer steps.
         min_epochs: Epochs before a callback may stop the run.
+        lr_rule: How the learning rate follows the size of the global batch; by default not at all.
         gradient_clip_norm: Clip the norm of the gradient of a window to this.
         gradient_clip_value: Clip each element of it to plus or minus this.
         limit_train_batches: Batches per epoch and rank: a number, or a fraction of all.
@@ -71,11 +81,13 @@ class Trainer(Session):
         accelerator: Literal["auto", "cpu", "cuda"] = "auto",
         devices: int | None = None,
         strategy: protocols.Strategy | None = None,
+        sync_batchnorm: bool = False,
         precision: Literal["fp32", "bf16", "fp16"] | protocols.Precision = "fp32",
         accumulate: int | Mapping[int, int] | protocols.Accumulator = 1,
         max_epochs: int | None = None,
         max_steps: int | None = None,
         min_epochs: int = 0,
+        lr_rule: LearningRateRule | None = None,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         limit_train_batches: int | float | None = None,
@@ -125,10 +137,12 @@ class Trainer(Session):
                 accelerator=accelerator,
                 devices=devices,
                 strategy=strategy,
+                sync_batchnorm=sync_batchnorm,
                 precision=AMPPlugin(precision) if isinstance(precision, str) else precision,
                 accumulator=accumulate,
                 callbacks=[*callbacks, *added],
                 loggers=() if dry_run else [CSVLogger()] if loggers is None else list(loggers),
+                lr_rule=lr_rule,
                 checkpoint_io=CheckpointIO() if checkpoint_io is None else checkpoint_io,
                 run_dir=None if run_dir is None else Path(run_dir).absolute(),
                 default_run_dir=Path.cwd() / "runs" / "run",
@@ -172,6 +186,7 @@ class Trainer(Session):
             while not self._is_done():
                 self._fit_epoch(run)
             run.rows.flush()
+            run.strategy.sync_buffers()
             for callback in run.hooks.fit_end:
                 callback.on_fit_end(self, module)
             run.signals.raise_if_received()
@@ -235,7 +250,8 @@ class Trainer(Session):
                 self._validate(run)
             if ended:
                 break
-            self._save_point(run, epoch_end=False)
+            if run.hooks.save_point or run.deferred_saves:
+                self._save_point(run, epoch_end=False)
             if self._is_done():
                 self._record(run, run.train_metrics.flush_epoch())
                 return
@@ -265,7 +281,7 @@ class Trainer(Session):
             weight += output.weight
             samples += micro_batch.samples
             state.batch_idx += 1
-            if not micro_batch.sync:
+            if hooks.train_batch_end and not micro_batch.sync:
                 self._end_micro_batch(run, micro_batch, output)
         totals = strategy.agree(WindowTotals(weight, float(samples), ask.stop))
         result = self._optimizer_step(run, window.expected_weight, totals)
@@ -273,7 +289,8 @@ class Trainer(Session):
         state.samples_seen += int(totals.samples)
         run.in_window = False
         self._stopping = self._stopping or totals.stop > 0
-        self._end_micro_batch(run, micro_batch, output)
+        if hooks.train_batch_end:
+            self._end_micro_batch(run, micro_batch, output)
         if result.taken and state.global_step % self.log_every_n_steps == 0:
             self._record(run, store.flush_step(), grad_norm=result.grad_norm)
         for callback in hooks.train_step_end:
@@ -291,6 +308,8 @@ class Trainer(Session):
     def _optimizer_step(
         self, run: FitRun, expected_weight: float, totals: WindowTotals
     ) -> StepResult:
+        if run.manual is not None:
+            return self._count_manual_steps(run.manual, totals)
         optimizer, parameters, settings = (
             run.optimization.optimizer,
             run.parameters,
@@ -310,7 +329,12 @@ class Trainer(Session):
                 norm = torch.nn.utils.clip_grad_norm_(parameters, settings.gradient_clip_norm)
             if settings.gradient_clip_value is not None:
                 torch.nn.utils.clip_grad_value_(parameters, settings.gradient_clip_value)
-            taken = run.precision.step(optimizer)
+            if run.lr_rule is None:
+                taken = run.precision.step(optimizer)
+            else:
+                step = self._progress.state.global_step
+                with run.lr_rule.applied(optimizer, run.global_batch, step):
+                    taken = run.precision.step(optimizer)
             if taken:
                 self._progress.state.global_step += 1
                 if run.steps_have_schedulers:
@@ -323,8 +347,15 @@ class Trainer(Session):
             parameter.grad = None
         return StepResult(taken, totals.weight == 0, totals, norm)
 
+    def _count_manual_steps(self, manual: ManualStrategy, totals: WindowTotals) -> StepResult:
+        """Count what `training_step` has stepped itself: once, however many optimizers."""
+        self._progress.state.global_step += int(manual.taken > 0)
+        self._progress.state.skipped_steps += manual.skipped
+        return StepResult(manual.taken > 0, totals.weight == 0, totals)
+
     def _end_epoch(self, run: FitRun) -> None:
         self._record(run, run.train_metrics.flush_epoch())
+        log_coverage(run)
         self._progress.state.start_next_epoch()
         run.at_epoch_end = True
         run.optimization.step_schedulers(

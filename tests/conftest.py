@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # by every rank's first optimizer otherwise, each time anew
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -133,7 +133,7 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("", "[R03] No command was given. Write one of fit, validate, test, predict, or --help."),
+        ("", "[R03] No command was given. Write one of fit, validate, test, predict, "),
         ("fti recipe.yaml", "[R03] fti is not a command; did you mean fit?"),
         ("train recipe.yaml", "[R03] train is not a command; there are fit, validate, test, pred"),
         ("recipe.yaml", "[R03] recipe.yaml is not a command. Write python -m minitrainer fit re"),
@@ -294,16 +294,21 @@ def _raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     ("make", "code", "expected"),
     [
         (lambda: EmptyDataError("None."), 2, "minitrainer: error: [D01] None.\n"),
-        (lambda: CheckpointWriteError("Full."), 1, "minitrainer: error: [C04] Full.\n"),
+        (
+            lambda: CheckpointWriteError("Full."),
+            1,
+            "minitrainer: error: [C04] Full. (minitrainer explain C04)\n",
+        ),
         (
             lambda: RankFailedError("Rank 1 raised E.", 'Traceback:\n  File "x"', "Fix."),
             1,
-            'Traceback:\n  File "x"\nminitrainer: error: [L04] Rank 1 raised E. Fix.\n',
+            'Traceback:\n  File "x"\nminitrainer: error: [L04] Rank 1 raised E. Fix. '
+            "(minitrainer explain L04)\n",
         ),
         (
             lambda: RankFailedError("Rank 1 was killed.", "Memory."),
             1,
-            "minitrainer: error: [L04] Rank 1 was killed. Memory.\n",
+            "minitrainer: error: [L04] Rank 1 was killed. Memory. (minitrainer explain L04)\n",
         ),
         (lambda: Interrupted(signal.SIGTERM), 143, "minitrainer: stopped by SIGTERM\n"),
         (lambda: Interrupted(signal.SIGINT), 130, "minitrainer: stopped by SIGINT\n"),
@@ -330,7 +335,7 @@ def test_a_failure_that_a_rank_had_shows_its_traceback(
     _raise(monkeypatch, error)
     assert main(["fit", "recipe.yaml"]) == 1
     assert capsys.readouterr().err == (
-        "Traceback:\n  deep\nminitrainer: error: [C04] Full.\n"
+        "Traceback:\n  deep\nminitrainer: error: [C04] Full. (minitrainer explain C04)\n"
     )
 
 
@@ -347,15 +352,17 @@ def test_one_rank_speaks_for_all(capsys: Capture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("GROUP_RANK")
     _raise(monkeypatch, EmptyDataError("No data on this rank."))
     assert main(["fit", "recipe.yaml"]) == 2
-    assert capsys.readouterr().err == (
-        "[rank 1] minitrainer: error: [D01] No data on this rank.\n"
-    )
+    assert capsys.readouterr().err == ("[rank 1] minitrainer: error: [D01] No data on this rank.\n")
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ValueError("boom"), "[rank 1] minitrainer: error: [L04] Rank 1 raised ValueError: boom."),
+        (
+            ValueError("boom"),
+            "[rank 1] minitrainer: error: [L04] Rank 1 raised ValueError: boom. "
+            "(minitrainer explain L04)",
+        ),
         (
             RuntimeError("[/x/gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1"),
             "[rank 1] minitrainer: error: the connection to another rank broke; that one tells why",
@@ -376,9 +383,7 @@ def test_under_a_launcher_the_first_cause_is_told(
     assert err.count("Traceback") == (1 if isinstance(error, ValueError) else 0)
 
 
-def test_nobody_reads_the_output_any_more(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_reads_the_output_any_more(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """`minitrainer ... | head`: the work is done, so no traceback and exit code 0."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -22,7 +22,7 @@ def said_by(world_size: int) -> list[list[str]]:
     def rank() -> list[str]:
         number = int(os.environ["RANK"])
         sys.stderr = io.StringIO()
-        logging.getLogger().handlers.clear()  # pytest's
+        _bare_loggers()
         warnings.showwarning = _write  # pytest keeps warnings to itself
         with (
             dist.process_group(torch.device("cpu"), num_ranks=world_size, timeout=20),
@@ -41,6 +41,12 @@ def said_by(world_size: int) -> list[list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         return run_ranks(rank, world_size)
+
+
+def _bare_loggers() -> None:
+    """Take off what pytest and other tests have put on, so that ours is added."""
+    logging.getLogger().handlers.clear()
+    logging.getLogger("minitrainer").handlers.clear()
 
 
 def _write(message: Warning | str, *rest: Any, **settings: Any) -> None:
@@ -65,6 +71,11 @@ def test_everything_is_undone() -> None:
 
 
 def test_an_application_with_handlers_of_its_own_keeps_them() -> None:
-    logging.getLogger().addHandler(logging.NullHandler())
-    with rank_logging(0, 1, lambda text: True):
-        assert logging.getLogger("minitrainer").handlers == []
+    own = logging.NullHandler()
+    logging.getLogger().addHandler(own)
+    before = list(logging.getLogger("minitrainer").handlers)
+    try:
+        with rank_logging(0, 1, lambda text: True):
+            assert logging.getLogger("minitrainer").handlers == before
+    finally:
+        logging.getLogger().removeHandler(own)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 
-from minitrainer.errors import DevicesError
+from minitrainer.errors import DevicesError, SharedDeviceError
 from minitrainer.launch.environment import Environment
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -79,6 +81,36 @@ def pick_device(accelerator: Accelerator, environment: Environment) -> torch.dev
     # Before anything else touches CUDA: otherwise every rank gets a context on GPU 0 as well.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells this GPU from all others, also under CUDA_VISIBLE_DEVICES and MIG.
+
+    Empty for a CPU, which ranks may share.
+    """
+    if device.type != "cuda":
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_identities(identities: Sequence[str]) -> None:
+    """Raise if two ranks have the same GPU.
+
+    Args:
+        identities: What `device_identity` returned on each rank.
+
+    Raises:
+        SharedDeviceError: They share one; both ranks are named.
+    """
+    owners: dict[str, int] = {}
+    for rank, identity in enumerate(identities):
+        if identity and identity in owners:
+            raise SharedDeviceError(
+                f"Ranks {owners[identity]} and {rank} are on the same GPU ({identity}).",
+                "They would take turns, fill its memory twice, and NCCL refuses to work.",
+                "Let the launcher choose the devices: no --local_rank by hand, no own set_device.",
+            )
+        owners[identity] = rank
 
 
 def threads_per_rank(local_world_size: int) -> int:

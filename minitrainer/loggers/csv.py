@@ -66,7 +66,9 @@ class CSVLogger:
         if row[_STEP] != str(step):
             row[_STEP] = str(step)
             if not self._told:
-                _logger.warning("A metric called 'step' is not written: the column is global_step.")
+                _logger.warning(
+                    "[T28] A metric called 'step' is not written: the column is global_step."
+                )
                 self._told = True
         assert self._file is not None, "start comes before log_metrics"
         with self._writing(self._path):

@@ -1,14 +1,16 @@
 """Automatic mixed precision.
 
 Pitfall: gradients are clipped while still scaled, and scheduler, counters and averages go on when
-the scaler skipped the step; the scaler's state is forgotten in the checkpoint.
+the scaler skipped the step; the scaler's state is forgotten in the checkpoint. With two steps in
+one forward context, the second forward uses autocast's copies of the weights from before the first.
 Fix: one component owns the order (unscale once per window, step or skip, update), says whether
-the step was taken, and has a state.
+the step was taken, forgets the copies, and has a state.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -62,6 +64,7 @@ class AMPPlugin:
         }
         self._autocast: AbstractContextManager[Any] = nullcontext()
         self._scaler: torch.amp.GradScaler | None = None
+        self._moves: list[float] | None = None
 
     def setup(self, device: torch.device) -> None:
         """Make autocast and, for fp16, the scaler for this device."""
@@ -75,11 +78,11 @@ class AMPPlugin:
         """Return the context of the forward pass; the same object each time."""
         return self._autocast
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run backward on the loss, scaled for fp16."""
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale; once per window, before clipping and logging."""
@@ -91,6 +94,9 @@ class AMPPlugin:
 
         After the all-reduce every rank has the same gradients, so all decide alike.
         """
+        # Several optimizers may step within one context of `autocast`, which keeps the weights
+        # that it has cast: a forward after a step would use those from before.
+        torch.clear_autocast_cache()
         scaler = self._scaler
         if scaler is None:
             optimizer.step()
@@ -98,8 +104,28 @@ class AMPPlugin:
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
+        after = scaler.get_scale()
+        if self._moves is not None and after != before:
+            self._moves.append(after)
+            scaler.update(before)
         # The public sign of a skipped step: `GradScaler.step` returns None in both cases.
-        return bool(scaler.get_scale() >= before)
+        return bool(after >= before)
+
+    @contextmanager
+    def one_scale(self) -> Iterator[None]:
+        """Keep the loss scale while several optimizers step; it moves once, at the end.
+
+        Gradients that wait for their step were made with the scale that they are divided by.
+        """
+        self._moves = []
+        try:
+            yield
+        finally:
+            moves, self._moves = self._moves, None
+            if self._scaler is not None and moves:
+                lowest = min(moves)
+                shrinks = lowest < self._scaler.get_scale()
+                self._scaler.update(lowest if shrinks else max(moves))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the precision and the scaler's state (scale, growth tracker)."""

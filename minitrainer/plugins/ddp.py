@@ -9,7 +9,7 @@ are compared before wrapping; sync is an argument; buffers are made equal where 
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from minitrainer import dist
 from minitrainer.errors import ModelMismatchError, SettingError, UnusedParametersError
 from minitrainer.module import Module
+from minitrainer.protocols import Exchange
 from minitrainer.step import Ask, MicroBatch, StepOutput, WindowTotals, weigh, zero_loss
+
+BuffersPolicy = Literal["rank0", "mean"]
+
+_MOST_MESSAGES = 64
 
 
 class StepModule(torch.nn.Module):
@@ -33,35 +38,62 @@ class StepModule(torch.nn.Module):
         super().__init__()
         self.module = module
         self.ride = torch.nn.Parameter(torch.zeros(len(WindowTotals._fields), device=device))
+        self._messages: dict[tuple[float, ...], torch.Tensor] = {}
 
     def forward(self, micro_batch: MicroBatch, ask: Ask) -> StepOutput:
         """Run the user's `training_step`; a rank without a loss takes part with a zero one."""
-        output = StepOutput(None, 0.0, None)
+        output, exchange = StepOutput(None, 0.0, None), self.module._exchange
         if not micro_batch.dry:
+            if exchange is not None:
+                exchange.open()
             output = weigh(
                 self.module.training_step(micro_batch.batch, micro_batch.batch_idx), micro_batch
             )
-        loss = zero_loss(self.module.parameters()) if output.loss is None else output.loss
-        message = (output.weight, float(micro_batch.samples), ask.stop)
-        loss = _Ride.apply(loss, self.ride, message)
+        loss = output.loss
+        if loss is None:
+            loss = zero_loss(self.module.parameters())
+            if exchange is not None:
+                exchange.follow()
+                exchange = None  # nothing of it is left for the backward
+        message = self._message((output.weight, float(micro_batch.samples), ask.stop))
+        loss = _Ride.apply(loss, self.ride, message, exchange)
         return StepOutput(loss, output.weight, output.outputs)
+
+    def _message(self, numbers: tuple[float, ...]) -> torch.Tensor:
+        # The same few messages come again and again; making a tensor takes 8 us each time.
+        message = self._messages.get(numbers)
+        if message is None:
+            if len(self._messages) >= _MOST_MESSAGES:
+                self._messages.clear()
+            message = self._messages[numbers] = self.ride.new_tensor(numbers)
+        return message
 
 
 class _Ride(torch.autograd.Function):
     """Pass the loss through, and give the ride parameter the message as its gradient.
 
-    The message does not depend on the gradient of the loss, so no loss scale touches it.
+    The message does not depend on the gradient of the loss, so no loss scale touches it. Its
+    backward is the first to run, so here is told what must happen before the reduction ends.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, ride: torch.Tensor, message: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        loss: torch.Tensor,
+        ride: torch.Tensor,
+        message: torch.Tensor,
+        exchange: Exchange | None,
+    ) -> torch.Tensor:
         ctx.message = message
-        ctx.like = ride
+        ctx.exchange = exchange
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grads[0], ctx.like.new_tensor(ctx.message), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.exchange is not None:
+            ctx.exchange.close_after_backward()
+        # A copy: autograd may keep what it gets as the gradient, and add to it in place.
+        return grads[0], ctx.message.clone(), None, None
 
 
 class DDPStrategy:
@@ -72,9 +104,12 @@ class DDPStrategy:
         find_unused_parameters: Allow parameters that get no gradient in a step; costs a walk
             through the graph in every step.
         bucket_cap_mb: Size of a gradient bucket in MiB; None is torch's default.
+        buffers: What becomes of buffers before validation and saving: "rank0" gives all ranks
+            those of rank 0; "mean" gives them the mean of floating-point buffers over the ranks
+            (running statistics of batch norm, say), and rank 0's of the others.
 
     Raises:
-        SettingError: A number that is not above 0.
+        SettingError: A number that is not above 0, or an unknown policy.
     """
 
     def __init__(
@@ -83,11 +118,18 @@ class DDPStrategy:
         timeout: float = 1800.0,
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
+        buffers: BuffersPolicy = "rank0",
     ) -> None:
         for name, value in (("timeout", timeout), ("bucket_cap_mb", bucket_cap_mb)):
             if value is not None and not value > 0:
                 raise SettingError(f"DDPStrategy got {name}={value}.", fix="It must be above 0.")
+        if buffers not in get_args(BuffersPolicy):
+            raise SettingError(
+                f"DDPStrategy got buffers={buffers!r}.",
+                fix=f"Use one of {', '.join(get_args(BuffersPolicy))}.",
+            )
         self.timeout = timeout
+        self._buffers = buffers
         self._find_unused = find_unused_parameters
         self._bucket_cap_mb = bucket_cap_mb
 
@@ -103,7 +145,11 @@ class DDPStrategy:
         self._checked = False
         check_same_model(self._module)
         self._wrapped: torch.nn.Module = self._step
-        if self._world_size > 1:
+        if self._world_size > 1 and not self._module.automatic_optimization:
+            # No reducer: the steps reduce (`manual.py`). It would have made the ranks equal.
+            tensors = [*self._module.parameters(), *self._module.buffers()]
+            dist.broadcast_tensors([tensor.detach() for tensor in tensors])
+        elif self._world_size > 1:
             # `forward_sync_buffers=False`: buffers are made equal here, before validation and
             # before saving, and not at the cost of a broadcast in every step.
             self._wrapped = DistributedDataParallel(
@@ -146,13 +192,19 @@ class DDPStrategy:
             self._check_gradients()
         assert self._step.ride.grad is not None
         # DDP has averaged; float32 holds whole numbers up to 16,777,216 without loss.
-        totals = (self._step.ride.grad.double() * self._world_size).tolist()
+        means = self._step.ride.grad.tolist()
         self._step.ride.grad = None
-        return WindowTotals(*[_nearest(total) for total in totals])
+        if self._module._exchange is not None:
+            self._module._exchange.check()
+        return WindowTotals(*[_nearest(mean * self._world_size) for mean in means])
 
     def sync_buffers(self) -> None:
-        """Overwrite the buffers by rank 0's, the ones a checkpoint holds."""
-        dist.broadcast_tensors(list(self._module.buffers()))
+        """Overwrite the buffers by rank 0's, or by means: the ones a checkpoint holds."""
+        buffers = list(self._module.buffers())
+        if self._buffers == "mean":
+            dist.average_tensors([buffer for buffer in buffers if buffer.is_floating_point()])
+            buffers = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        dist.broadcast_tensors(buffers)
 
     def teardown(self) -> None:
         """Let go of the wrapper and its buckets; the module stays usable."""

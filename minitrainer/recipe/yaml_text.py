@@ -24,9 +24,7 @@ _TAG = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp")}
 
 
-def read_yaml(
-    text: str, *, name: str = "", keys: tuple[str, ...] = ()
-) -> tuple[Any, list[str]]:
+def read_yaml(text: str, *, name: str = "", keys: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
     """Return the value of a YAML text and the problems with its numbers.
 
     A refused number is `MISSING` in the value, so that nothing else complains about it.
@@ -99,9 +97,7 @@ class _Reader:
         for key_node, value_node in node.value:
             if key_node.tag == f"{_TAG}merge":
                 sources = (
-                    value_node.value
-                    if isinstance(value_node, yaml.SequenceNode)
-                    else [value_node]
+                    value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
                 )
                 for source in sources:
                     found = self.value(source, keys)

@@ -133,7 +133,7 @@ def test_a_metric_that_nobody_logs_is_named(caplog: pytest.LogCaptureFixture) ->
     trainer.epoch()
     trainer.epoch()
     assert [record.message for record in caplog.records] == [
-        "EarlyStopping monitors 'val_los', which nobody had logged by the end of epoch 0. "
+        "[T03] EarlyStopping monitors 'val_los', which nobody had logged by the end of epoch 0. "
         "Logged so far: nothing."
     ]
     with pytest.raises(MonitorError, match=r"\[T03\].*Did you mean val_loss or val_other"):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from minitrainer.errors import DevicesError
+from minitrainer.errors import DevicesError, SharedDeviceError
 from minitrainer.launch import (
     Environment,
     check_devices,
+    check_identities,
+    device_identity,
     pick_device,
     set_threads,
     threads_per_rank,
@@ -105,3 +107,11 @@ def test_threads(
     set_to.clear()
     set_threads(Environment(launcher=launcher))
     assert not set_to
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    check_identities(["", "", ""])
+    check_identities(["host-a GPU-1", "host-a GPU-2", "host-b GPU-1"])
+    with pytest.raises(SharedDeviceError, match="Ranks 0 and 2 are on the same GPU"):
+        check_identities(["host-a GPU-1", "host-a GPU-2", "host-a GPU-1"])
+    assert device_identity(torch.device("cpu")) == ""

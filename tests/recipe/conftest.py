@@ -15,7 +15,7 @@ module: {_target_: models.Net, width: 3}
 data: {_target_: models.Data}
 """
 
-MODELS = '''
+MODELS = """
 from __future__ import annotations
 
 import enum
@@ -120,7 +120,7 @@ def make_callback() -> Pair:
 
 def make_anything(size: int = 1):
     return size
-'''
+"""
 
 
 @pytest.fixture(autouse=True)

@@ -45,8 +45,7 @@ def test_all_problems_at_once(recipe: Load) -> None:
     trainer: {max_epoch: 3, seed: "???", precision: fp17}
     """
     assert problems(recipe("trainer", text=text)) == (
-        "module.free: YAML reads 010 as 8 (line 3); write 10 for the number or "
-        '"010" for a string.',
+        'module.free: YAML reads 010 as 8 (line 3); write 10 for the number or "010" for a string.',
         "trainer: not an override; write key=value, for example trainer.max_epochs=3.",
         "trainer.seed: must be given, it is ??? in the recipe; add trainer.seed=VALUE.",
         "module.name: ${vars.nothing} points to nothing.",
