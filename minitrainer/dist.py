@@ -168,6 +168,24 @@ def second_group(*, timeout: float) -> Iterator[Group]:
     torch_dist.destroy_process_group(group)
 
 
+def open_host_group(*, timeout: float) -> Group:
+    """Return a gloo group of all ranks, for numbers that never leave the hosts.
+
+    Call it on all ranks, and `close_group` at the end.
+
+    Args:
+        timeout: Seconds after which a collective gives up.
+    """
+    limit = timedelta(seconds=timeout)
+    return cast(Group, torch_dist.new_group(timeout=limit, backend="gloo"))
+
+
+def close_group(group: Group) -> None:
+    """End a group that was opened; the end of the first group would take it along too."""
+    if is_initialized():
+        torch_dist.destroy_process_group(group)
+
+
 def sum_over_ranks(tensor: torch.Tensor, group: Group | None = None) -> None:
     """Overwrite the tensor, in place, by its sum over the ranks."""
     if world_size() > 1:

@@ -112,6 +112,36 @@ def test_a_stop_asked_for_on_one_rank_stops_all_at_the_same_step() -> None:
     assert run_ranks(rank) == [4, 4]
 
 
+def test_hosts_agree_on_the_same_totals() -> None:
+    """The way that CUDA takes, on CPUs: a None, a tail and a stop, as with the gradients' own."""
+
+    class OnHosts(mt.DDPStrategy):
+        def _agrees_on_hosts(self, device: torch.device) -> bool:
+            return True
+
+    class Skipping(Lin):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1 and batch_idx == 1:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    class Stop(mt.Callback):
+        def on_train_step_end(self, trainer: Any, module: Any, result: Any) -> None:
+            if trainer.global_rank == 1 and trainer.global_step == 5:
+                trainer.should_stop = True
+
+    def rank(strategy: mt.DDPStrategy) -> tuple[float, int, int]:
+        module = Skipping()
+        trainer = quiet(max_epochs=5, strategy=strategy, callbacks=[Stop()])
+        trainer.fit(module, loader(range(9), batch_size=2))
+        return module.w.item(), trainer.global_step, trainer._progress.state.samples_seen
+
+    hosts = run_ranks(lambda: rank(OnHosts()))
+    assert hosts == run_ranks(lambda: rank(mt.DDPStrategy()))
+    assert hosts[0] == hosts[1]
+    assert hosts[0][1] == 6
+
+
 def test_weighted_sampler_is_kept() -> None:
     """Case B23: weights 1 for items 0..3, 0 for 4..7, 8 draws: 4 per rank, not the same ones."""
 
