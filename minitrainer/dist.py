@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -32,6 +32,7 @@ class _Here:
     meeting: tuple[Any, int, int] | None = None
     store: Any = None
     groups = 0
+    inherited: ClassVar[list[Any]] = []
     unfinished: Callable[[], object] | None = None
 
 
@@ -109,6 +110,8 @@ def _meet(limit: timedelta) -> tuple[Any, int, int]:
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     place = (os.getpid(), *(os.environ.get(name) for name in names))
     if _here.meeting is None or _here.place != place:
+        # Kept, not dropped: in a forked process the end of an inherited store may abort.
+        _here.inherited.append(_here.meeting)
         _here.place, _here.groups = place, 0
         _here.meeting = next(rendezvous("env://", timeout=limit))
     _here.groups += 1

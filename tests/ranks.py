@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import random
@@ -119,6 +120,7 @@ def _be_rank(
     port: int,
     pipe: connection.Connection,
 ) -> NoReturn:
+    gc.freeze()  # what joins a thread at its end aborts when it is collected in a fork
     os.setpgid(0, 0)  # so that what this rank starts can be killed together with it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # the parent's thread pool does not survive a fork

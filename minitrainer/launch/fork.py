@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from minitrainer.errors import ForkUnsafeError
@@ -60,6 +63,23 @@ def pause_thread_pools() -> None:
         library = ctypes.CDLL(path)
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_OMP_PAUSE_SOFT)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Keep what is garbage now from being collected in processes that are forked meanwhile.
+
+    An object of torch's that joins a thread of its own when it is collected aborts in a forked
+    process, which has no such thread ("std::system_error", seen once in a whole test run). Forked
+    processes stay frozen; this one is as before afterwards.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def die_with(launcher: int) -> None:

@@ -24,7 +24,7 @@ import torch
 from minitrainer.errors import PortError, RankFailedError
 from minitrainer.launch.device import set_threads
 from minitrainer.launch.environment import Environment, wished_port
-from minitrainer.launch.fork import die_with, fork_problem, pause_thread_pools
+from minitrainer.launch.fork import die_with, fork_problem, garbage_kept, pause_thread_pools
 from minitrainer.launch.rank import flush, read_result, run_rank
 from minitrainer.launch.report import died, first_cause, read_report
 from minitrainer.launch.signals import Interrupted
@@ -117,7 +117,7 @@ def _start_agent(
         pause_thread_pools()
         flush()  # what is still buffered would be printed by each rank
         # The agent leaves the signals it handles in this variable.
-        with _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
+        with _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", ""), garbage_kept():
             try:
                 elastic_launch(config, be_rank)()
             except ChildFailedError as error:

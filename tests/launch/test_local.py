@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -174,6 +175,28 @@ def test_a_rank_can_launch_ranks() -> None:
         return 0
 
     assert run_on_local_ranks(outer, 2) == 2
+
+
+class _NotInAFork:
+    """Like an object of torch's that joins a thread at its end: where the thread is not, it aborts."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.cycle = self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os._exit(9)
+
+
+def test_garbage_of_the_parent_is_not_collected_in_a_rank() -> None:
+    gc.disable()
+    try:
+        _NotInAFork()
+        assert run_on_local_ranks(gc.collect, 2) >= 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
 
 
 def test_no_rank_runs_before_all_are_forked() -> None:
