@@ -178,7 +178,7 @@ def test_a_rank_can_launch_ranks() -> None:
 
 
 class _NotInAFork:
-    """Like an object of torch's that joins a thread at its end: where the thread is not, it aborts."""
+    """Like an object of torch that joins a thread at its end: without the thread it aborts."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
