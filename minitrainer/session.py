@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -283,9 +282,6 @@ class Session:
                 raise
 
         ranks = check_devices(self._parts.accelerator, self._parts.devices, Environment.detect())
-        # DDP and the first optimizer import it (torch 2.14), which takes each rank 1.5 s and more;
-        # imported here, before the ranks are forked, it is shared.
-        import_module("torch._dynamo")
         try:
             report = run_on_local_ranks(on_rank, ranks)
         except Interrupted as interrupted:

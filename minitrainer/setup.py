@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from minitrainer import dist, protocols
+from minitrainer import dist, dynamo, protocols
 from minitrainer.callback import Callback
 from minitrainer.data import (
     EvaluationData,
@@ -223,6 +223,7 @@ def _rank(parts: Parts, view: protocols.TrainerView, module: Module) -> Iterator
         strategy = DDPStrategy() if environment.world_size > 1 else SingleStrategy()
     hooks = Hooks(parts.callbacks)
     with (
+        dynamo.deferred(),
         environment.export(),
         dist.process_group(device, num_ranks=environment.world_size, timeout=strategy.timeout),
         rank_logging(environment.rank, environment.world_size, dist.first_to_say),

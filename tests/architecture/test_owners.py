@@ -12,6 +12,7 @@ import pytest
 OWNERS = {
     "torch.save": {"storage.py"},
     "torch.load": {"storage.py"},
+    "torch._dynamo": {"dynamo.py"},
     "torch.distributed": {"dist.py"},
     "torch.distributed.algorithms": {"plugins/ddp.py"},
     "torch.distributed.elastic": {"launch/local.py"},
