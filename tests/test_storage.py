@@ -347,7 +347,7 @@ def test_a_flipped_bit_is_unreadable_or_harmless_and_never_silent(tmp_path: Path
 
 
 def test_a_record_marked_as_a_folder_is_unreadable(tmp_path: Path) -> None:
-    """One bit in the directory of the file makes plain torch read a tensor as zeros."""
+    """One bit in the file's directory makes plain torch return memory as it was, for a tensor."""
     path = tmp_path / "a.ckpt"
     write_file(CONTENT, path)
     raw = bytearray(path.read_bytes())
@@ -357,9 +357,7 @@ def test_a_record_marked_as_a_folder_is_unreadable(tmp_path: Path) -> None:
     assert raw[entry : entry + 4] == b"PK\x01\x02"
     raw[entry + 38] |= 0x10
     path.write_bytes(raw)
-    assert not torch.equal(
-        torch.load(path, weights_only=True)["state_dict"]["w"], torch.arange(60.0)
-    )
+    torch.load(path, weights_only=True)  # without a word: plain torch falls in
     with pytest.raises(CheckpointUnreadableError):
         read_file(path)
 
