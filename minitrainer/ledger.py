@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from minitrainer import dist
 from minitrainer.data import coverage
 from minitrainer.memory import MemoryEstimate
@@ -32,6 +34,7 @@ def log_ledger(
         ("training", _training(run)),
         ("validation", validation),
         ("steps", _steps(run, settings, steps)),
+        ("optimizer", ", ".join(map(_optimizer, run.optimization.optimizers))),
         ("learning rate", _learning_rate(run)),
         ("model", _model(run)),
         ("memory", str(needed)),
@@ -98,6 +101,11 @@ def _steps(run: FitRun, settings: Settings, steps: int | None) -> str:
         per_epoch = windows_in(batches, run.accumulator.window_size(0))
     epochs = "" if settings.max_epochs is None else f" in {settings.max_epochs} epochs"
     return f"{_count(per_epoch)} per epoch, {_count(steps)} in all{epochs}"
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return f"{type(optimizer).__name__}{' (fused)' if fused else ''}"
 
 
 def _learning_rate(run: FitRun) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from minitrainer.errors import CheckpointMismatchError, MonitorError, OptimizersError
+from minitrainer.fused import use_fused
 from minitrainer.module import Module
 
 
@@ -144,7 +145,7 @@ class Optimization:
 
 
 def configure(module: Module) -> Optimization:
-    """Call `configure_optimizers` and check what it returns.
+    """Call `configure_optimizers`, check what it returns, and have optimizers use fused kernels.
 
     Raises:
         OptimizersError: Not an optimizer, several of them that nobody would step, an optimizer
@@ -167,6 +168,8 @@ def configure(module: Module) -> Optimization:
             "The trainer steps one optimizer per window.",
             "Return one; or set automatic_optimization = False and step them in training_step.",
         )
+    for optimizer in optimizers:
+        use_fused(optimizer, module)
     return Optimization(
         optimizers, [_scheduled(item, optimizers, manual=manual) for item in schedulers]
     )

@@ -39,24 +39,29 @@ class StepModule(torch.nn.Module):
         self.module = module
         self.ride = torch.nn.Parameter(torch.zeros(len(WindowTotals._fields), device=device))
         self._messages: dict[tuple[float, ...], torch.Tensor] = {}
+        # The same two once more, past the registers of nn.Module, where each look-up is a search.
+        self._user: Module
+        self._passenger: torch.nn.Parameter
+        vars(self).update(_user=module, _passenger=self.ride)
 
     def forward(self, micro_batch: MicroBatch, ask: Ask) -> StepOutput:
         """Run the user's `training_step`; a rank without a loss takes part with a zero one."""
-        output, exchange = StepOutput(None, 0.0, None), self.module._exchange
+        user = self._user
+        output, exchange = StepOutput(None, 0.0, None), user._exchange
         if not micro_batch.dry:
             if exchange is not None:
                 exchange.open()
             output = weigh(
-                self.module.training_step(micro_batch.batch, micro_batch.batch_idx), micro_batch
+                user.training_step(micro_batch.batch, micro_batch.batch_idx), micro_batch
             )
         loss = output.loss
         if loss is None:
-            loss = zero_loss(self.module.parameters())
+            loss = zero_loss(user.parameters())
             if exchange is not None:
                 exchange.follow()
                 exchange = None  # nothing of it is left for the backward
         message = self._message((output.weight, float(micro_batch.samples), ask.stop))
-        loss = _Ride.apply(loss, self.ride, message, exchange)
+        loss = _Ride.apply(loss, self._passenger, message, exchange)
         return StepOutput(loss, output.weight, output.outputs)
 
     def _message(self, numbers: tuple[float, ...]) -> torch.Tensor:
