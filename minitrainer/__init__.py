@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         LearningRateRule,
         SingleStrategy,
     )
-    from minitrainer.step import StepResult
+    from minitrainer.step import SavePoint, StepResult
     from minitrainer.trainer import Trainer
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "ModelCheckpoint",
     "Module",
     "ProgressBar",
+    "SavePoint",
     "SingleStrategy",
     "StepResult",
     "Trainer",
@@ -81,7 +82,7 @@ _HOMES = {
         "LearningRateRule",
         "SingleStrategy",
     ],
-    "step": ["StepResult"],
+    "step": ["SavePoint", "StepResult"],
     "trainer": ["Trainer"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

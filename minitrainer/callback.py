@@ -6,7 +6,7 @@ from typing import Any
 
 from minitrainer.module import Module
 from minitrainer.protocols import TrainerView
-from minitrainer.step import StepResult
+from minitrainer.step import SavePoint, StepResult
 
 
 class Callback:
@@ -76,16 +76,13 @@ class Callback:
     def on_train_step_end(self, trainer: TrainerView, module: Module, result: StepResult) -> None:
         """Run once per window, after the optimizer step (`result.taken` tells if it was)."""
 
-    def on_save_point(
-        self, trainer: TrainerView, module: Module, *, epoch_end: bool, validated: bool
-    ) -> None:
-        """Run where a checkpoint is consistent; a callback that saves does it here.
+    def on_save_point(self, trainer: TrainerView, module: Module, point: SavePoint) -> None:
+        """Run where a checkpoint is consistent: between windows, and after an epoch's end.
 
         Args:
             trainer: The trainer.
             module: The user's module.
-            epoch_end: Whether the epoch's last window is done and its schedulers have stepped.
-            validated: Whether a validation ran since the last save point.
+            point: What has happened since the last one.
         """
 
     def on_validation_start(self, trainer: TrainerView, module: Module) -> None:

@@ -91,7 +91,7 @@ def _build(command: Command) -> Built:
     # Only now, with a recipe that can be read, is torch worth its second.
     from minitrainer.recipe.build import build
 
-    return build(recipe, resumed=command.name == "fit" and command.checkpoint is not None)
+    return build(recipe)
 
 
 def _run(command: Command, built: Built, start: Path) -> None:
@@ -251,7 +251,7 @@ def _metrics_line(metrics: Mapping[str, float]) -> str:
     return f"metrics   {'  '.join(shown) or 'none were logged'}"
 
 
-def _weights_line(checkpoint: Path | None, start: Path) -> str:
+def _weights_line(checkpoint: Path | str | None, start: Path) -> str:
     weights = _short(checkpoint, start) if checkpoint else "as built, no --ckpt was given"
     return f"weights   {weights}"
 

@@ -28,6 +28,7 @@ _EXPLAIN_PURPOSE = "tell of a pitfall: its code, or a message to be pasted"
 _DOCTOR = "doctor"
 _DOCTOR_PURPOSE = "look for what is wrong with this machine, a recipe or a hand-written script"
 _ALL_COMMANDS = (*_COMMANDS, _DOCTOR, _EXPLAIN)
+_WORDS = ("auto", "last", "best")
 _CHECKPOINT = "runs/NAME/checkpoints/last.ckpt"
 _EXAMPLES = {
     "fit": (
@@ -35,6 +36,7 @@ _EXAMPLES = {
         "fit recipe.yaml trainer.max_epochs=3 module.lr=1e-4",
         "fit recipe.yaml trainer.devices=2",
         f"fit recipe.yaml --resume {_CHECKPOINT}",
+        "fit recipe.yaml trainer.run_dir=runs/a --resume auto",
     ),
     "validate": (f"validate recipe.yaml --ckpt {_CHECKPOINT}",),
     "test": (f"test recipe.yaml --ckpt {_CHECKPOINT}",),
@@ -50,7 +52,7 @@ class Command:
     name: str
     recipe: str
     overrides: Sequence[str]
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     output: Path | None
     ranks: int = 1
     steps: int = 0
@@ -118,7 +120,7 @@ def _parse_command(name: str, words: Sequence[str]) -> Command:
         name=name,
         recipe=recipe,
         overrides=rest[:at] + rest[at + 1 :],
-        checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
+        checkpoint=checkpoint if checkpoint in (None, *_WORDS) else Path(checkpoint).absolute(),
         output=None if output is None else _writable(Path(output).absolute()),
         ranks=getattr(options, "ranks", 1),
         steps=getattr(options, "steps", 0),
@@ -246,9 +248,16 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
             "--steps", metavar="N", type=_at_least(1), default=8, help="optimizer steps (default 8)"
         )
         return parser
-    option, what = (
-        ("--resume", "go on from this checkpoint") if name == "fit" else ("--ckpt", "weights")
-    )
+    option, what = "--ckpt", "weights: a path, or `last` or `best` of the newest run"
+    if name == "fit":
+        option, what = (
+            "--resume",
+            (
+                "go on from this checkpoint: a path; `last` or `best` of the run in "
+                "trainer.run_dir, or of the newest one; `auto` for its newest whole one, or anew "
+                "if there is none"
+            ),
+        )
     parser.add_argument(option, metavar="PATH", dest="checkpoint", help=what)
     if name == "predict":
         parser.add_argument("--output", metavar="FILE", help="save the predictions here")

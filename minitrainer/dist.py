@@ -241,6 +241,20 @@ def gather_bytes(payload: bytes) -> list[bytes]:
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
+def broadcast_bytes(payload: bytes) -> bytes:
+    """Return rank 0's byte string, of any length, on every rank."""
+    if world_size() == 1:
+        return payload
+    length = broadcast_object(len(payload))
+    content = torch.empty(length, dtype=torch.uint8)
+    if rank() == 0 and length:
+        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    if torch_dist.get_backend() == "nccl":
+        content = content.to(torch.device("cuda", torch.cuda.current_device()))
+    broadcast_tensors([content])
+    return content.cpu().numpy().tobytes()
+
+
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's value on every rank; JSON-able values only."""
     return gather_objects(value)[0]

@@ -4,8 +4,8 @@ How ranks stay together: all they exchange begins with a piece of one length, wh
 about to do. Its head says, summed over the ranks, how many step which optimizer and how many are
 through with their `training_step`. A rank that is dry, or whose `training_step` steps nothing,
 sends zeros, reads the head and takes the same step with the same gradients; when all ranks are
-through, the window ends. The window's totals and the wish to stop travel in the head. Two ranks
-that step different optimizers, or different numbers of times, get an error.
+through, the window ends. The window's totals and the wishes to stop and to save travel in the head.
+Two ranks that step different optimizers, or different numbers of times, get an error.
 
 Where all ranks have stepped they know the totals, and do not meet once more only to say that they
 are through: the next steps or, before any other collective, a meeting made up for show whether one
@@ -38,6 +38,7 @@ class Said(NamedTuple):
     weight: float
     samples: float
     stop: float
+    save: float
     through: float
     done: float
     odd: float

@@ -65,6 +65,28 @@ class Accumulated:
         self._folded = None
         self.window = window
 
+    def state(self) -> list[Any]:
+        """Return what is kept, as JSON can hold it; reads the device.
+
+        The values that wait to be folded stay apart: a sum in another order may differ in its last
+        bit, and a run that goes on from here must not.
+        """
+        folded = None if self._folded is None else self._folded.tolist()
+        weights = _stack(self._weights).tolist() if self._weights else []
+        return [folded, _stack(self._values).tolist() if self._values else [], weights]
+
+    def restore(self, states: list[list[Any]]) -> None:
+        """Take over what `state` returned, on one rank or on several."""
+        for folded, values, weights in states:
+            if folded is not None:
+                new = torch.tensor(folded, dtype=torch.float64)
+                if self._folded is not None:
+                    total = _combine(self._reduce, self._folded[0], new[0])
+                    new = torch.stack([total, self._folded[1] + new[1]])
+                self._folded = new
+            self._values += values
+            self._weights += weights
+
     def latest(self) -> float | None:
         """Return the newest value, None if there is none; reads the device."""
         if self._values:
@@ -93,7 +115,7 @@ class Accumulated:
             new = getattr(values, self._reduce)()
         weight = weights.sum()
         if self._folded is not None:
-            old, old_weight = self._folded.unbind()
+            old, old_weight = self._folded.to(values.device).unbind()
             new = _combine(self._reduce, old, new)
             weight = weight + old_weight
         self._folded = torch.stack([new, weight])
@@ -196,6 +218,37 @@ class MetricStore:
         for accumulated in chosen.values():
             accumulated.restart(-1)
         return flushed
+
+    def state(self) -> list[list[Any]]:
+        """Return the epoch so far of each number that is logged; reads the device.
+
+        Objects that compute themselves are not among them: those that are parts of the module are
+        in its `state_dict`, as far as they put themselves there.
+        """
+        return [
+            [name, list(metric.options), metric.epoch.state()]
+            for name, metric in self._metrics.items()
+            if metric.epoch is not None
+        ]
+
+    def restore(self, per_rank: list[list[list[Any]]], rank: int, world_size: int) -> None:
+        """Go on with the epoch where `state` was called; from other ranks, rank 0 takes it all.
+
+        Args:
+            per_rank: What `state` returned on each rank.
+            rank: This rank.
+            world_size: The number of ranks now.
+        """
+        mine = per_rank[rank : rank + 1] if len(per_rank) == world_size else per_rank
+        if rank > 0 and len(per_rank) != world_size:
+            return
+        for entries in mine:
+            for name, options, state in entries:
+                metric = self._metrics.get(name)
+                if metric is None:
+                    metric = self._metrics[name] = self._new_metric(name, tuple(options))
+                assert metric.epoch is not None
+                metric.epoch.restore([state])
 
     def progress(self) -> dict[str, float]:
         """Return this rank's newest value of each metric of the progress bar."""

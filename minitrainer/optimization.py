@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from minitrainer.errors import CheckpointMismatchError, MonitorError, OptimizersError
 from minitrainer.fused import use_fused
 from minitrainer.module import Module
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,6 +35,25 @@ class ScheduledLR:
     frequency: int = 1
     monitor: str | None = None
     seen: int = 0
+    ended: bool = False
+
+    def step(self) -> None:
+        """Step the scheduler, unless it was planned for fewer steps than the run takes.
+
+        One like OneCycleLR would raise. That many steps come of a resume in another layout or with
+        more epochs; the learning rate stays what it was in the end.
+        """
+        planned = getattr(self.scheduler, "total_steps", None)
+        if planned is None or self.scheduler.last_epoch < planned:
+            self.scheduler.step()
+        elif not self.ended:
+            self.ended = True
+            _logger.warning(
+                "[T36] %s was planned for %d steps, and the run takes more: the learning rate "
+                "stays as it is now.",
+                type(self.scheduler).__name__,
+                planned,
+            )
 
 
 @dataclass(slots=True)
@@ -63,7 +85,7 @@ class Optimization:
             if entry.interval != interval or count % entry.frequency != 0:
                 continue
             if entry.monitor is None:
-                entry.scheduler.step()
+                entry.step()
             elif entry.monitor in metrics:
                 value, updates = metrics[entry.monitor]
                 if updates > entry.seen:

@@ -207,6 +207,10 @@ class CheckpointIO(Protocol):
         """Read a checkpoint onto the CPU without running any code of it."""
         ...
 
+    def verify(self, path: Path) -> object:
+        """Raise `CheckpointUnreadableError` if the checkpoint is not whole."""
+        ...
+
     def remove(self, path: Path) -> None:
         """Delete the checkpoint if it is there. Called on rank 0 only."""
         ...
@@ -262,6 +266,8 @@ class TrainerView(Protocol):
 
     should_stop: bool
     """Set to true to stop: all ranks stop at the same step."""
+    should_save: bool
+    """Set to true, on any rank, to be told at the next save point of all (`SavePoint.asked`)."""
 
     @property
     def global_step(self) -> int: ...
@@ -306,6 +312,9 @@ class TrainerView(Protocol):
         """Add values to the row of the current global_step; the same on all ranks."""
         ...
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Save a checkpoint; call it on all ranks. Inside a window it happens at its end."""
+    def save_checkpoint(self, *paths: str | Path) -> None:
+        """Save a checkpoint, under several names if need be; call it on all ranks.
+
+        Inside a window it happens at its end.
+        """
         ...

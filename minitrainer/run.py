@@ -142,6 +142,7 @@ class FitRun(Run):
     steps_have_schedulers: bool = False
     in_window: bool = False
     validated: bool = False
+    save_asked: bool = False
     deferred_saves: list[Path] = field(default_factory=list)
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minitrainer import dist
+from minitrainer.agreed import on_rank_0
 from minitrainer.errors import SettingError
 
 CHECKPOINTS = "checkpoints"
@@ -14,7 +14,9 @@ RECIPE = "recipe.yaml"
 _SIGNS_OF_A_RUN = (CHECKPOINTS, RECIPE, "metrics.csv")
 
 
-def make_run_dir(wanted: Path | None, default: Path, resumed_from: Path | None) -> Path:
+def make_run_dir(
+    wanted: Path | None, default: Path, resumed_from: Path | None, *, reuse: bool = False
+) -> Path:
     """Make the directory of this run and return its absolute path, the same on all ranks.
 
     A directory that holds another run is left alone: the new run gets the next free name. A run
@@ -24,24 +26,23 @@ def make_run_dir(wanted: Path | None, default: Path, resumed_from: Path | None) 
         wanted: The directory the user wants, absolute.
         default: Where a new directory goes otherwise; a time stamp is added to the name.
         resumed_from: The checkpoint that the run goes on from.
+        reuse: Take the directory that is wanted, whatever it holds: the run that began in it is
+            the same one, and has not got as far as a checkpoint.
 
     Raises:
         SettingError: The directory cannot be made.
     """
-    if dist.rank() == 0:
+
+    def make() -> str:
         try:
-            answer = {"path": str(_make(wanted, default, resumed_from)), "error": ""}
+            return str(_make(wanted, default, resumed_from, reuse=reuse))
         except OSError as error:
-            answer = {"path": "", "error": f"{error.strerror}: {error.filename}"}
-    else:
-        answer = {}
-    answer = dist.broadcast_object(answer)
-    if answer["error"]:
-        raise SettingError(
-            f"The run directory cannot be made: {answer['error']}.",
-            fix="Choose another one with run_dir.",
-        )
-    return Path(answer["path"])
+            raise SettingError(
+                f"The run directory cannot be made: {error.strerror}: {error.filename}.",
+                fix="Choose another one with run_dir.",
+            ) from error
+
+    return Path(on_rank_0(make))
 
 
 def write_recipe(run_dir: Path, recipe: dict[str, Any]) -> None:
@@ -51,14 +52,12 @@ def write_recipe(run_dir: Path, recipe: dict[str, Any]) -> None:
     OmegaConf.save(OmegaConf.create(recipe), run_dir / RECIPE)
 
 
-def _make(wanted: Path | None, default: Path, resumed_from: Path | None) -> Path:
-    if resumed_from is not None:
-        parent = resumed_from.parent
-        if wanted is None and parent.name == CHECKPOINTS:
-            wanted = parent.parent
-        if wanted is not None:
-            wanted.mkdir(parents=True, exist_ok=True)
-            return wanted
+def _make(wanted: Path | None, default: Path, resumed_from: Path | None, *, reuse: bool) -> Path:
+    if resumed_from is not None and wanted is None and resumed_from.parent.name == CHECKPOINTS:
+        wanted = resumed_from.parent.parent
+    if wanted is not None and (reuse or resumed_from is not None):
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted
     if wanted is None:
         wanted = default.with_name(f"{default.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     candidate, number = wanted, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -12,15 +13,23 @@ from typing import Any
 import torch
 
 from minitrainer import dist, protocols, storage
+from minitrainer.agreed import on_rank_0
 from minitrainer.callback import Callback
-from minitrainer.errors import CheckpointNotFoundError, LogError, MinitrainerError, error_class
+from minitrainer.callbacks import ModelCheckpoint
+from minitrainer.errors import CheckpointNotFoundError, LogError
 from minitrainer.evaluation import Stage
 from minitrainer.launch import Environment, Interrupted, check_devices, run_on_local_ranks
 from minitrainer.metrics import Flushed
 from minitrainer.module import Module
+from minitrainer.resume import WORDS, Wish, folders_of
 from minitrainer.run import FitRun, Progress, Run, Sources
 from minitrainer.setup import Parts, evaluating, fitting
 from minitrainer.snapshot import callback_states, capture, load_callback_states
+from minitrainer.step import Ask
+
+_ASKS = {
+    (stop, save): Ask(float(stop), float(save)) for stop in (False, True) for save in (False, True)
+}
 
 
 class Session:
@@ -33,9 +42,19 @@ class Session:
         self._run: Run | None = None
         self._fit_run: FitRun | None = None
         self._stopping = False
-        self.should_stop = False
+        self.should_stop = self.should_save = False
         self.recipe: dict[str, Any] | None = None
         """The resolved recipe, plain values; written into the run directory and checkpoints."""
+
+    def take_recipe(self, recipe: dict[str, Any], default_run_dir: Path) -> None:
+        """Note what the trainer was built from.
+
+        Args:
+            recipe: The resolved recipe, plain values.
+            default_run_dir: What directories of runs are named after: NAME of `NAME-TIME`.
+        """
+        self.recipe = recipe
+        self._parts = replace(self._parts, default_run_dir=default_run_dir)
 
     # What callbacks see ------------------------------------------------------------------------
 
@@ -133,8 +152,10 @@ class Session:
         if self._fit_run is not None:
             self._fit_run.rows.add(self.global_step, metrics)
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Save a checkpoint; call it on all ranks. Inside a window it happens at its end.
+    def save_checkpoint(self, *paths: str | Path) -> None:
+        """Save a checkpoint, under several names if need be; call it on all ranks.
+
+        Inside a window it happens at its end.
 
         Raises:
             CheckpointWriteError: Rank 0 could not write it; raised on all ranks.
@@ -143,7 +164,7 @@ class Session:
         if run is None:
             raise LogError("save_checkpoint was called outside of fit.", "There is no run to save.")
         if run.in_window:
-            run.deferred_saves.append(Path(path))
+            run.deferred_saves += map(Path, paths)
             return
         # The row of this step first: a process killed after the save goes on behind it.
         run.rows.flush()
@@ -154,16 +175,12 @@ class Session:
             seed=self._settings.seed,
             recipe=self.recipe,
         )
-        failure: list[str] | None = None
-        if self.is_global_zero:
-            try:
+
+        def write() -> None:
+            for path in paths:
                 self.checkpoint_io.save(checkpoint, Path(path))
-            except MinitrainerError as error:
-                failure = [error.code, error.what, error.why, error.fix]
-        failure = dist.broadcast_object(failure)
-        if failure is not None:
-            code, *sentences = failure
-            raise error_class(code)(*sentences)
+
+        on_rank_0(write)
 
     @property
     def _environment(self) -> Environment:
@@ -179,6 +196,9 @@ class Session:
             or (settings.max_epochs is not None and state.epoch >= settings.max_epochs)
             or (settings.max_steps is not None and state.global_step >= settings.max_steps)
         )
+
+    def _asked(self, run: Run) -> Ask:
+        return _ASKS[self._wants_to_stop(run), self.should_save]
 
     def _wants_to_stop(self, run: Run) -> bool:
         if run.signals.received is not None:
@@ -213,9 +233,7 @@ class Session:
     # Where it runs -----------------------------------------------------------------------------
 
     @contextmanager
-    def _fitting(
-        self, module: Module, sources: Sources, ckpt_path: Path | None
-    ) -> Iterator[FitRun]:
+    def _fitting(self, module: Module, sources: Sources, wish: Wish | None) -> Iterator[FitRun]:
         progress = self._restarted()
         with fitting(
             self._parts,
@@ -223,7 +241,7 @@ class Session:
             self,
             module=module,
             sources=sources,
-            ckpt_path=ckpt_path,
+            wish=wish,
             recipe=self.recipe,
         ) as run:
             self._run = self._fit_run = run
@@ -234,7 +252,7 @@ class Session:
 
     @contextmanager
     def _evaluating(
-        self, stage: Stage, module: Module, sources: Sources, ckpt_path: Path | None
+        self, stage: Stage, module: Module, sources: Sources, wish: Wish | None
     ) -> Iterator[Run]:
         progress = self._restarted()
         with evaluating(
@@ -244,7 +262,7 @@ class Session:
             stage=stage,
             module=module,
             sources=sources,
-            ckpt_path=ckpt_path,
+            wish=wish,
         ) as run:
             self._run = run
             try:
@@ -254,17 +272,28 @@ class Session:
 
     def _restarted(self) -> Progress:
         self._progress = Progress()
-        self._stopping = self.should_stop = False
+        self._stopping = self.should_stop = self.should_save = False
         return self._progress
 
-    def _checkpoint_path(self, path: str | Path | None) -> Path | None:
-        if path is None:
+    def _wish(self, asked: str | Path | None) -> Wish | None:
+        """Understand what the user wants loaded; a path that is not there is an error at once."""
+        if asked is None:
             return None
-        path = Path(path)
-        if not self.checkpoint_io.exists(path):
-            self.checkpoint_io.load(path)  # raises the error that says what is there instead
-            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-        return path.absolute()
+        if str(asked) not in WORDS:
+            path = Path(asked)
+            # Rank 0's word counts: the others may not see its disk.
+            if Environment.detect().rank == 0 and not self.checkpoint_io.exists(path):
+                self.checkpoint_io.load(path)  # raises the error that says what is there instead
+                raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+            return Wish(path.absolute())
+        keepers = [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
+        folders = folders_of(
+            self._progress.run_dir or self._parts.run_dir,
+            self._parts.default_run_dir,
+            [keeper.dirpath for keeper in keepers if keeper.dirpath is not None],
+        )
+        best = next((keeper.best_model_path for keeper in keepers), "")
+        return Wish(str(asked), folders, best)
 
     def _starts_ranks(self) -> bool:
         environment = Environment.detect()

@@ -42,6 +42,7 @@ from minitrainer.module import Module
 from minitrainer.optimization import configure
 from minitrainer.plugins import DDPStrategy, LearningRateRule, ManualStrategy, SingleStrategy
 from minitrainer.plugins.batchnorm import synced_batch_norm
+from minitrainer.resume import Wish, find, find_some, read
 from minitrainer.rows import Rows
 from minitrainer.run import FitRun, Progress, Run, Sources, planned_steps
 from minitrainer.rundir import make_run_dir, write_recipe
@@ -81,7 +82,7 @@ def fitting(
     *,
     module: Module,
     sources: Sources,
-    ckpt_path: Path | None,
+    wish: Wish | None,
     recipe: dict[str, Any] | None,
 ) -> Iterator[FitRun]:
     """Set up everything that the training loop needs, and take it down whatever happens."""
@@ -100,7 +101,8 @@ def fitting(
         progress.num_training_batches = data.num_batches
         if evaluation is not None:
             progress.num_evaluation_batches = evaluation.num_batches
-        checkpoint = None if ckpt_path is None else parts.checkpoint_io.load(ckpt_path)
+        ckpt_path = find(wish, parts.checkpoint_io)
+        checkpoint = None if ckpt_path is None else read(ckpt_path, parts.checkpoint_io)
         if checkpoint is not None:
             load_weights(module, checkpoint)
         stack.enter_context(
@@ -150,7 +152,12 @@ def fitting(
         if checkpoint is not None:
             restore(run, progress.state, progress.metrics, checkpoint, seed=settings.seed)
         if parts.writes:
-            progress.run_dir = make_run_dir(parts.run_dir, parts.default_run_dir, ckpt_path)
+            progress.run_dir = make_run_dir(
+                parts.run_dir,
+                parts.default_run_dir,
+                ckpt_path,
+                reuse=wish is not None and wish.starts_anew,
+            )
             if environment.rank == 0 and recipe is not None:
                 write_recipe(progress.run_dir, recipe)
             stack.enter_context(_started(loggers, progress, module, ckpt_path))
@@ -178,7 +185,7 @@ def evaluating(
     stage: Stage,
     module: Module,
     sources: Sources,
-    ckpt_path: Path | None,
+    wish: Wish | None,
 ) -> Iterator[Run]:
     """Set up what validate, test and predict need, and take it down whatever happens."""
     if stage.name != "predict" and not stage.is_written(module):
@@ -204,8 +211,8 @@ def evaluating(
             seed=parts.settings.seed,
             limit=limits[stage.name],
         )
-        if ckpt_path is not None:
-            load_weights(module, parts.checkpoint_io.load(ckpt_path))
+        if wish is not None:
+            load_weights(module, read(find_some(wish, parts.checkpoint_io), parts.checkpoint_io))
         stack.enter_context(_wrapped(run, module))
         parts.precision.setup(run.device)
         progress.num_evaluation_batches = run.evaluation_data.num_batches

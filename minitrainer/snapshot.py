@@ -8,6 +8,8 @@ A checkpoint is a dictionary of tensors and plain values:
     counters           `TrainState`: epoch, global_step, the data cursor, ...
     optimizers, lr_schedulers, precision, metrics, callbacks
     seed, world_size, rng    one state of the random generators per rank
+    epoch_metrics      of each rank, the sums of the metrics of the epoch so far
+    data               how many samples an epoch, a global batch and a round of all ranks have
     recipe             the resolved recipe, if the run has one
 """
 
@@ -59,6 +61,8 @@ def capture(
         "seed": seed,
         "world_size": run.environment.world_size,
         "rng": dist.gather_objects(collect_rng_states(run.device)),
+        "epoch_metrics": dist.gather_objects(run.train_metrics.state()),
+        "data": _data(run),
         "recipe": recipe,
     }
 
@@ -97,6 +101,9 @@ def restore(
         for name, (value, updates) in checkpoint.get("metrics", {}).items()
     }
     load_callback_states(run.hooks.callbacks, checkpoint["callbacks"])
+    place = run.environment
+    run.train_metrics.restore(checkpoint.get("epoch_metrics", [[]]), place.rank, place.world_size)
+    _adapt(run, state, checkpoint.get("data", {}))
     states = checkpoint["rng"]
     if len(states) == run.environment.world_size:
         restore_rng_states(states[run.environment.rank], run.device)
@@ -107,6 +114,38 @@ def restore(
             len(states),
             run.environment.world_size,
         )
+
+
+def _data(run: FitRun) -> dict[str, int | None]:
+    return {
+        "num_samples": run.train_data.num_samples,
+        "global_batch": run.global_batch,
+        "round": (run.train_data.batch_size or 0) * run.environment.world_size,
+    }
+
+
+def _adapt(run: FitRun, state: TrainState, saved: dict[str, int | None]) -> None:
+    """Say what has changed in data and layout, and count batches as this run deals them."""
+    now = _data(run)
+    changed = {name for name, value in saved.items() if value != now[name]}
+    if "global_batch" in changed:
+        _logger.warning(
+            "[C28] The global batch is %s now and was %s. The samples of the epoch that are left "
+            "are trained as they would have been, in steps of another size: their number changes, "
+            "the learning rate does not.",
+            now["global_batch"] or "unknown",
+            saved["global_batch"] or "unknown",
+        )
+    if "num_samples" in changed:
+        _logger.warning(
+            "[C29] An epoch has %s samples now and had %s. Their order is another one: in the "
+            "epoch that was begun, some are seen twice and some not at all.",
+            now["num_samples"],
+            saved["num_samples"],
+        )
+    if changed and now["round"] and now["global_batch"]:
+        state.batch_idx = -(-state.samples_seen // now["round"])
+        state.window_idx = -(-state.samples_seen // now["global_batch"])
 
 
 def callback_states(callbacks: Sequence[Callback]) -> dict[str, Any]:

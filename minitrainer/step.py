@@ -31,6 +31,7 @@ class Ask(NamedTuple):
     """What this rank asks of all ranks at the coming window border: 1.0 to ask, else 0.0."""
 
     stop: float = 0.0
+    save: float = 0.0
 
 
 class StepOutput(NamedTuple):
@@ -51,6 +52,21 @@ class WindowTotals(NamedTuple):
     weight: float
     samples: float
     stop: float = 0.0
+    save: float = 0.0
+
+
+class SavePoint(NamedTuple):
+    """A place where a checkpoint is consistent, the same on all ranks.
+
+    Attributes:
+        epoch_end: Whether the epoch has ended and nothing of it is left.
+        validated: Whether a validation ran since the last save point.
+        asked: Whether a rank has set `trainer.should_save` since the last save point.
+    """
+
+    epoch_end: bool
+    validated: bool
+    asked: bool
 
 
 class StepResult(NamedTuple):

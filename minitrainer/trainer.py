@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +29,9 @@ from minitrainer.run import FitRun, Run, Sources
 from minitrainer.session import Session
 from minitrainer.settings import Settings
 from minitrainer.setup import Parts
-from minitrainer.step import Ask, MicroBatch, StepOutput, StepResult, WindowTotals
+from minitrainer.step import Ask, MicroBatch, SavePoint, StepOutput, StepResult, WindowTotals
 
 _NOTHING_ASKED = Ask()
-_STOP_ASKED = Ask(stop=1.0)
 
 
 class Trainer(Session):
@@ -167,20 +167,20 @@ class Trainer(Session):
             train_dataloaders: A loader (any iterable of batches), or a DataModule.
             val_dataloaders: A loader for validation, if wanted.
             datamodule: Makes the loaders.
-            ckpt_path: A checkpoint to go on from.
+            ckpt_path: A checkpoint to go on from: its path; "auto" for the newest whole one of this
+                run, or none if there is none; "last" or "best" of this run. The run is that in
+                `run_dir`; without one, the newest of those that this trainer would have named.
 
         Raises:
             Interrupted: The run was told to stop by a signal; it has stopped at a window border.
         """
         sources = Sources.of(train_dataloaders, val_dataloaders, datamodule)
-        path = self._checkpoint_path(ckpt_path)
+        wish = self._wish(ckpt_path)
         if self._starts_ranks():
-            self._on_local_ranks(
-                module,
-                lambda: self.fit(module, train_dataloaders, val_dataloaders, datamodule, path),
-            )
+            entry = partial(self.fit, module, train_dataloaders, val_dataloaders, datamodule)
+            self._on_local_ranks(module, lambda: entry(ckpt_path))
             return
-        with self._fitting(module, sources, path) as run:
+        with self._fitting(module, sources, wish) as run:
             for callback in run.hooks.fit_start:
                 callback.on_fit_start(self, module)
             while not self._is_done():
@@ -273,7 +273,7 @@ class Trainer(Session):
                 for callback in hooks.train_batch_start:
                     callback.on_train_batch_start(self, module, batch, micro_batch.batch_idx)
             store.samples = micro_batch.samples
-            ask = _STOP_ASKED if micro_batch.sync and self._wants_to_stop(run) else _NOTHING_ASKED
+            ask = self._asked(run) if micro_batch.sync else _NOTHING_ASKED
             with precision.autocast():
                 output = strategy.training_step(micro_batch, ask)
             if output.loss is not None:
@@ -283,12 +283,13 @@ class Trainer(Session):
             state.batch_idx += 1
             if hooks.train_batch_end and not micro_batch.sync:
                 self._end_micro_batch(run, micro_batch, output)
-        totals = strategy.agree(WindowTotals(weight, float(samples), ask.stop))
+        totals = strategy.agree(WindowTotals(weight, float(samples), *ask))
         result = self._optimizer_step(run, window.expected_weight, totals)
         state.window_idx += 1
         state.samples_seen += int(totals.samples)
         run.in_window = False
         self._stopping = self._stopping or totals.stop > 0
+        run.save_asked = run.save_asked or totals.save > 0
         if hooks.train_batch_end:
             self._end_micro_batch(run, micro_batch, output)
         if result.taken and state.global_step % self.log_every_n_steps == 0:
@@ -377,24 +378,27 @@ class Trainer(Session):
 
     def _save_point(self, run: FitRun, *, epoch_end: bool) -> None:
         deferred, run.deferred_saves = run.deferred_saves, []
-        for path in deferred:
-            self.save_checkpoint(path)
+        point = SavePoint(epoch_end, run.validated, run.save_asked)
+        if run.save_asked:
+            self.should_save = False
+        run.validated = run.save_asked = False
+        if deferred:
+            self.save_checkpoint(*deferred)
         for callback in run.hooks.save_point:
-            callback.on_save_point(self, run.module, epoch_end=epoch_end, validated=run.validated)
-        run.validated = False
+            callback.on_save_point(self, run.module, point)
 
     # Evaluation --------------------------------------------------------------------------------
 
     def _evaluate(
         self, stage: Stage, module: Module, sources: Sources, ckpt_path: str | Path | None
     ) -> list[Any]:
-        path = self._checkpoint_path(ckpt_path)
+        wish = self._wish(ckpt_path)
         if self._starts_ranks():
             found: list[Any] = self._on_local_ranks(
-                module, lambda: self._evaluate(stage, module, sources, path)
+                module, lambda: self._evaluate(stage, module, sources, ckpt_path)
             )
             return found
-        with self._evaluating(stage, module, sources, path) as run:
+        with self._evaluating(stage, module, sources, wish) as run:
             assert run.evaluation_data is not None
             outputs = self._run_stage(run, stage, run.evaluation_data)
             run.signals.raise_if_received()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import string
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ from minitrainer.errors import SettingError
 from minitrainer.module import Module
 from minitrainer.monitor import Monitor
 from minitrainer.protocols import TrainerView
+from minitrainer.step import SavePoint, StepResult
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +40,8 @@ class ModelCheckpoint(Callback):
     Without `monitor`, the newest `save_top_k` files are kept. With it, a file is written when the
     metric is new (after a validation, or at the end of an epoch for a metric of the training) and
     among the `save_top_k` best; `every_n_epochs` then lets it look in every n-th epoch only, and
-    `every_n_steps` keeps just `last.ckpt` up to date in between. NaN and infinities are never among
-    the best. A file that has to go is removed after the new one stands.
+    `every_n_steps` and `every_n_minutes` keep just `last.ckpt` up to date in between. NaN and
+    infinities are never among the best. A file that has to go is removed after the new one stands.
 
     Every decision depends on numbers that are equal on all ranks, so all ranks save together. A
     resumed run goes on with the list of files that its checkpoint knew of; of those, files that are
@@ -47,7 +49,9 @@ class ModelCheckpoint(Callback):
 
     Args:
         every_n_steps: Save every so many optimizer steps.
-        every_n_epochs: Save at the end of every so many epochs; 1 if `every_n_steps` is not given.
+        every_n_epochs: Save at the end of every so many epochs; 1 if no other interval is given.
+        every_n_minutes: Save when so many minutes have passed since the last save, by the clock of
+            rank 0.
         monitor: The metric to choose files by.
         mode: Whether "min" or "max" is better.
         save_top_k: How many files to keep; -1 keeps all, 0 none but `last.ckpt`.
@@ -68,6 +72,7 @@ class ModelCheckpoint(Callback):
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
+        every_n_minutes: float | None = None,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
@@ -76,14 +81,20 @@ class ModelCheckpoint(Callback):
         dirpath: str | Path | None = None,
     ) -> None:
         owner = type(self).__name__
-        if every_n_steps is None and every_n_epochs is None:
+        if every_n_steps is None and every_n_epochs is None and every_n_minutes is None:
             every_n_epochs = 1
         for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
                 check_whole(owner, name, value, at_least=1)
+        if every_n_minutes is not None and not every_n_minutes > 0:
+            raise SettingError(
+                f"{owner} got every_n_minutes={every_n_minutes}.", fix="It must be above 0."
+            )
         check_whole(owner, "save_top_k", save_top_k, at_least=-1)
         self._every_n_steps = every_n_steps
         self._every_n_epochs = every_n_epochs
+        self._every_seconds = None if every_n_minutes is None else 60.0 * every_n_minutes
+        self._saved_at = 0.0
         self._monitor = None if monitor is None else Monitor(owner, monitor, mode)
         self._save_top_k = save_top_k
         self._save_last = save_last
@@ -96,6 +107,11 @@ class ModelCheckpoint(Callback):
         self._last = ""
         self._saved_step = -1
         self._save_points_since_last = 0
+
+    @property
+    def dirpath(self) -> Path | None:
+        """The folder that was asked for; None stands for the one in the run directory."""
+        return self._dirpath
 
     @property
     def best_model_path(self) -> str:
@@ -122,6 +138,7 @@ class ModelCheckpoint(Callback):
         if self._dir is None and trainer.run_dir is not None:
             self._dir = trainer.run_dir.absolute() / "checkpoints"
         self._save_points_since_last = 0
+        self._saved_at = time.monotonic()
         if self._saved_step != trainer.global_step:
             self._saved_step = -1  # that of another run
         if self._kept or self._last:
@@ -137,13 +154,22 @@ class ModelCheckpoint(Callback):
         if self._monitor is not None:
             self._monitor.validation_ends(trainer.callback_metrics)
 
-    def on_save_point(
-        self, trainer: TrainerView, module: Module, *, epoch_end: bool, validated: bool
-    ) -> None:
+    def on_train_step_end(self, trainer: TrainerView, module: Module, result: StepResult) -> None:
+        """Ask all ranks to save when the minutes are over."""
+        if (
+            self._every_seconds is not None
+            and trainer.is_global_zero
+            and time.monotonic() - self._saved_at >= self._every_seconds
+        ):
+            trainer.should_save = True
+
+    def on_save_point(self, trainer: TrainerView, module: Module, point: SavePoint) -> None:
         """Save if it is time to."""
+        epoch_end, validated = point.epoch_end, point.validated
         self._save_points_since_last += 1
         monitor, epoch = self._monitor, trainer.current_epoch
         due = self._is_due(trainer.global_step, epoch, epoch_end=epoch_end)
+        due = due or (point.asked and self._every_seconds is not None)
         # A step that AMP skipped is no new step.
         due = due and trainer.global_step != self._saved_step
         if monitor is None:
@@ -219,8 +245,9 @@ class ModelCheckpoint(Callback):
             names.append(_LAST)
             self._save_points_since_last = 0
         self._saved_step = trainer.global_step
-        for name in names:
-            trainer.save_checkpoint(self._dir / name)
+        self._saved_at = time.monotonic()
+        if names:
+            trainer.save_checkpoint(*[self._dir / name for name in names])
         if surplus is not None and surplus.name not in ("", *names) and trainer.is_global_zero:
             trainer.checkpoint_io.remove(self._dir / surplus.name)
 

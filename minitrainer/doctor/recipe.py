@@ -126,7 +126,7 @@ class _Objects(_Part):
         place, seed = self._environment, self._settings.get("seed", 0)
         started = "" if place.launcher == "none" else f", started by {place.launcher}"
         self._rows.append(("ranks", f"{place.world_size} on {device.type}{started}"))
-        built = build(self._recipe, resumed=True)
+        built = build(self._recipe)
         yield from compare_models(built.module)
         with opened(built.datamodule, seed) as loaders:
             shares = Shares(loaders, place, seed)
@@ -163,7 +163,7 @@ class _Steps(_Part):
             "enable_checkpointing": False,
             "dry_run": False,
         }
-        built = build(_changed(self._recipe, changes), resumed=True)
+        built = build(_changed(self._recipe, changes))
         built.trainer.fit(built.module, datamodule=built.datamodule)
         return next(c for c in built.trainer.callbacks if isinstance(c, Probe))
 

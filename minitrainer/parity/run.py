@@ -223,8 +223,7 @@ class Runner:
             "dry_run": False,
         }
         config = {**self._recipe.config, "trainer": {**given, **ours}}
-        # A resumed run is given no run directory: nothing is to be written.
-        return build(replace(self._recipe, config=config), resumed=True)
+        return build(replace(self._recipe, config=config))
 
 
 def _window_size(accumulate: Any) -> int:

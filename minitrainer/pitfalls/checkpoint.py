@@ -217,4 +217,45 @@ ENTRIES = (
         ),
         rows=("B24",),
     ),
+    Entry(
+        code="C27",
+        title="The newest checkpoint is broken, and the run goes on from an older one",
+        symptom="[C27] runs/a/checkpoints/last.ckpt is skipped: ... cannot be read as a checkpoint",
+        cause="The file was cut or damaged after it had been written: a full disk, a bad copy.",
+        remedy=(
+            "--resume auto reads each checkpoint of the run through before it takes it, the newest "
+            "first, and says which ones it skips; rank 0 decides for all. One asked for by "
+            "its path, or as last or best, is an error instead."
+        ),
+        component="minitrainer.resume.find",
+        test="tests/training/test_choosing.py::test_auto_skips_broken_ones_loudly",
+    ),
+    Entry(
+        code="C28",
+        title="A run goes on with another global batch",
+        symptom="After a resume on other GPUs the loss is worse, or the schedule ends too early.",
+        cause=(
+            "Batch size, accumulation or the number of ranks changed: the optimizer takes more or "
+            "fewer steps of another size, with the same learning rate."
+        ),
+        remedy=(
+            "The remaining samples of the epoch are exactly those not yet seen, on any layout; the "
+            "change is said."
+        ),
+        fix="Keep batch size x accumulate x ranks, or use a LearningRateRule.",
+        component="minitrainer.snapshot.restore",
+        test="tests/training/test_choosing.py::test_another_global_batch_and_another_length_are_said",
+        plain="tests/pitfalls/test_checkpoint.py::test_plain_resume_with_another_global_batch_takes_other_steps",
+    ),
+    Entry(
+        code="C29",
+        title="A run goes on with a dataset of another length",
+        symptom="No message: some samples of the epoch are seen twice, some not at all.",
+        cause="The order of an epoch is drawn for a length; the cursor stands in another order.",
+        remedy="It is said. From the next epoch on every sample is seen once again.",
+        fix="Resume with the same data, or from a checkpoint made at the end of an epoch.",
+        component="minitrainer.snapshot.restore",
+        test="tests/training/test_choosing.py::test_another_global_batch_and_another_length_are_said",
+        plain="tests/pitfalls/test_checkpoint.py::test_plain_resume_with_more_samples_sees_some_twice",
+    ),
 )

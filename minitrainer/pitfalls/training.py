@@ -325,4 +325,19 @@ ENTRIES = (
         test="tests/parity/test_planted_faults.py::test_a_fault_in_the_module_is_named",
         plain="tests/pitfalls/test_training.py::test_plain_value_is_that_of_its_rank",
     ),
+    Entry(
+        code="T36",
+        title="A schedule that was planned for fewer steps than the run takes",
+        symptom="ValueError: Tried to step 13 times. The specified number of total steps is 12",
+        patterns=("The specified number of total steps is",),
+        cause=(
+            "OneCycleLR knows its number of steps; a resume with another global batch or with more "
+            "epochs takes more, or it was given steps per epoch of one rank."
+        ),
+        remedy="It is not stepped any more, the learning rate stays, and that is said once.",
+        fix="Give it trainer.total_steps, and resume with the same global batch.",
+        component="minitrainer.optimization.ScheduledLR",
+        test="tests/training/test_choosing.py::test_a_schedule_that_ends_before_the_run_is_said",
+        plain="tests/training/test_choosing.py::test_a_schedule_that_ends_before_the_run_is_said",
+    ),
 )

@@ -35,6 +35,15 @@ class CheckpointIO:
         """
         return storage.read_checkpoint(path)
 
+    def verify(self, path: Path) -> None:
+        """Read the whole file and check it.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            CheckpointUnreadableError: It is not a whole checkpoint, or would run code.
+        """
+        storage.read_checkpoint(path)
+
     def remove(self, path: Path) -> None:
         """Delete the file if it is there. Called on rank 0 only.
 

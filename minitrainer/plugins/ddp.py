@@ -60,7 +60,7 @@ class StepModule(torch.nn.Module):
             if exchange is not None:
                 exchange.follow()
                 exchange = None  # nothing of it is left for the backward
-        message = self._message((output.weight, float(micro_batch.samples), ask.stop))
+        message = self._message((output.weight, float(micro_batch.samples), *ask))
         loss = _Ride.apply(loss, self._passenger, message, exchange)
         return StepOutput(loss, output.weight, output.outputs)
 

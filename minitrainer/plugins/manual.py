@@ -114,7 +114,7 @@ class ManualStrategy:
     def training_step(self, micro_batch: MicroBatch, ask: Ask) -> StepOutput:
         """Run the user's `training_step`, which steps; what it returns is no loss."""
         self._windows += 1
-        self._samples, self._stop = float(micro_batch.samples), ask.stop
+        self._samples, self._ask = float(micro_batch.samples), ask
         self._totals, self._all_step = WindowTotals(0.0, 0.0), False
         self._own_steps = self.taken = self.skipped = 0
         self._leader: int | None = None
@@ -157,7 +157,7 @@ class ManualStrategy:
             dist.broadcast_tensors(weights, source=self._leader)
         if self._module._exchange is not None:
             self._module._exchange.check()
-        return self._totals._replace(samples=said.samples, stop=said.stop)
+        return self._totals._replace(samples=said.samples, stop=said.stop, save=said.save)
 
     def sync_buffers(self) -> None:
         """Make buffers equal on all ranks, as the strategy within does."""
@@ -264,7 +264,8 @@ class ManualStrategy:
             Said(
                 weight=0.0 if through else self._samples,
                 samples=self._samples,
-                stop=self._stop,
+                stop=self._ask.stop,
+                save=self._ask.save,
                 through=float(through),
                 done=float(through and self._own_steps > 0),
                 odd=float(self._windows % 2),
@@ -272,7 +273,7 @@ class ManualStrategy:
             index,
         )
         if stepped is not None:
-            self._totals = WindowTotals(said.weight, said.samples, said.stop)
+            self._totals = WindowTotals(said.weight, said.samples, said.stop, said.save)
         return said, stepped
 
     def _share_rates(self, index: int | None, *, leads: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ class Built:
     datamodule: DataModule
 
 
-def build(recipe: Recipe, *, resumed: bool = False) -> Built:
+def build(recipe: Recipe) -> Built:
     """Check a recipe and construct what it names, arguments before what they are for.
 
     The trainer comes first, because its mistakes cost no time; then all generators are seeded, so
@@ -38,8 +37,6 @@ def build(recipe: Recipe, *, resumed: bool = False) -> Built:
 
     Args:
         recipe: As loaded.
-        resumed: Whether the run goes on from a checkpoint; then the trainer goes on in the run
-            directory that the checkpoint lies in.
 
     Raises:
         RecipeError: The recipe has problems, or a constructor raised.
@@ -54,12 +51,8 @@ def build(recipe: Recipe, *, resumed: bool = False) -> Built:
     settings = _construct(plan.trainer, recipe.folder)
     if settings.get("run_dir") is not None:
         settings["run_dir"] = start / settings["run_dir"]
-    elif not resumed:
-        # Ranks that torchrun started may differ in the second: the trainer takes rank 0's name.
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        settings["run_dir"] = start / "runs" / f"{recipe.path.stem}-{stamp}"
     trainer = Trainer(**settings)
-    trainer.recipe = recipe.config
+    trainer.take_recipe(recipe.config, start / "runs" / recipe.path.stem)
     seed_everything(settings.get("seed", inspect.signature(Trainer).parameters["seed"].default))
     module = _construct(plan.module, recipe.folder)
     datamodule = _construct(plan.data, recipe.folder)

@@ -13,7 +13,7 @@ from minitrainer.callback import Callback
 from minitrainer.module import Module
 from minitrainer.plugins.checkpoint_io import CheckpointIO
 from minitrainer.protocols import TrainerView
-from minitrainer.step import StepResult, WindowTotals
+from minitrainer.step import SavePoint, StepResult, WindowTotals
 
 
 class Nothing(Module):
@@ -40,6 +40,7 @@ class FakeTrainer:
     global_rank: int = 0
     world_size: int = 1
     should_stop: bool = False
+    should_save: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     callback_metrics: dict[str, float] = field(default_factory=dict)
     shown: dict[str, float] = field(default_factory=dict)
@@ -61,7 +62,11 @@ class FakeTrainer:
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         self.rows.append((self.global_step, dict(metrics)))
 
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, *paths: str | Path) -> None:
+        for path in paths:
+            self._save_one(path)
+
+    def _save_one(self, path: str | Path) -> None:
         self.saved.append(Path(path).name)
         if self.is_global_zero:
             states = {type(callback).__name__: callback.state_dict() for callback in self.callbacks}
@@ -94,8 +99,10 @@ class FakeTrainer:
             callback.on_train_step_end(self, MODULE, result)
 
     def save_point(self, *, epoch_end: bool = False, validated: bool = False) -> None:
+        point = SavePoint(epoch_end, validated, asked=self.should_save)
+        self.should_save = False
         for callback in self.callbacks:
-            callback.on_save_point(self, MODULE, epoch_end=epoch_end, validated=validated)
+            callback.on_save_point(self, MODULE, point)
 
     def end_epoch(self, *, validated: bool = False, **metrics: float) -> None:
         self.callback_metrics.update(metrics)

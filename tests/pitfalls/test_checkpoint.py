@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import minitrainer as mt
 from tests.pitfalls.plain import Weight, codes, failure_of, plain_group, wrapped_weight
@@ -166,3 +166,30 @@ def test_a_save_without_a_condition_is_done_by_every_rank() -> None:
 
     assert run_ranks(with_minitrainer) == [1, 0]
     assert Path("last.ckpt").is_file()
+
+
+def _order(length: int, epoch: int = 1) -> list[int]:
+    sampler = DistributedSampler(Values(range(length)), num_replicas=1, rank=0, seed=0)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_plain_resume_with_more_samples_sees_some_twice() -> None:
+    """C29: the order of an epoch is drawn for a length."""
+    seen, rest = _order(20)[:8], _order(22)[8:]
+    assert len(set(seen + rest)) < 22
+    assert sorted(seen + _order(20)[8:]) == list(range(20))
+
+
+def test_plain_resume_with_another_global_batch_takes_other_steps() -> None:
+    """C28: a schedule made for ten steps is half through when the epoch is over."""
+    rates = {}
+    for batch_size in (2, 4):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)
+        for _ in range(0, 20, batch_size):
+            optimizer.step()
+            schedule.step()
+        rates[batch_size] = schedule.get_last_lr()[0]
+    assert rates[2] == 0.0
+    assert rates[4] > 0.4

@@ -232,7 +232,7 @@ trainer:
         "trainer.accumulate._target_: models.NullLogger is not a Accumulator: it has no "
         "window_size, windows.",
         "trainer.checkpoint_io._target_: minitrainer.CSVLogger is not a CheckpointIO: it has no "
-        "save, load, remove, exists.",
+        "save, load, verify, remove, exists.",
     )
 
 

@@ -33,7 +33,7 @@ class SaveAt(mt.Callback):
         if self.hook == "batch_end" and trainer.global_step == self.step:
             trainer.save_checkpoint("a.ckpt")
 
-    def on_save_point(self, trainer: Any, module: Any, *, epoch_end: bool, validated: bool) -> None:
+    def on_save_point(self, trainer: Any, module: Any, point: Any) -> None:
         if self.hook == "save_point" and trainer.global_step == self.step:
             trainer.save_checkpoint("a.ckpt")
 

@@ -43,8 +43,8 @@ class SaveAfterEpoch(mt.Callback):
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
 
-    def on_save_point(self, trainer: Any, module: Any, *, epoch_end: bool, validated: bool) -> None:
-        if epoch_end and trainer.current_epoch + 1 == self.epochs:
+    def on_save_point(self, trainer: Any, module: Any, point: Any) -> None:
+        if point.epoch_end and trainer.current_epoch + 1 == self.epochs:
             trainer.save_checkpoint("a.ckpt")
 
 
